@@ -1,0 +1,284 @@
+"""What of a call belongs to the key of a trace, and what is an input of the program.
+
+Arrays and Python numbers are inputs: their type is part of the key. Everything else (bools, strings,
+None, functions, objects, variables) is static: its value is part of the key, by equality where the
+object defines one and else by identity. Identities are held weakly, so that a cache never keeps a
+model alive.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+import weakref
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import jax
+import numpy as np
+
+from phalanx import _jax
+from phalanx.errors import ArgumentError, ArgumentTypeError
+from phalanx.variables import Component, Variable
+
+NUMBERS = (int, float, complex)
+
+
+def is_input(leaf: Any) -> bool:
+    """True for what becomes an input of the program."""
+    if isinstance(leaf, bool):
+        return False
+    return isinstance(leaf, (jax.Array, np.ndarray, np.generic, *NUMBERS))
+
+
+class Identity:
+    """A key that is equal for one object only, and does not keep it alive where that can be had."""
+
+    __slots__ = ("_id", "_ref")
+
+    def __init__(self, value: Any) -> None:
+        self._id = id(value)
+        try:
+            self._ref: Callable[[], Any] = weakref.ref(value)
+        except TypeError:
+            self._ref = lambda: value
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, Identity) and self._id == other._id and self._ref() is other._ref() is not None
+
+    def __hash__(self) -> int:
+        return self._id
+
+    def on_death(self, callback: Callable[[], None]) -> None:
+        """Call back once the object is gone."""
+        value = self._ref()
+        if isinstance(self._ref, weakref.ref) and value is not None:
+            weakref.finalize(value, callback).atexit = False
+
+    def __repr__(self) -> str:
+        return f"<{type(self._ref()).__name__}>"
+
+
+def static_key(value: Any, label: str) -> Hashable:
+    """A key for a static value, or an error that names the argument."""
+    if isinstance(value, (Variable, Component)) or type(value).__hash__ is object.__hash__:
+        return Identity(value)
+    if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
+        return function_key(value)
+    try:
+        hash(value)
+    except TypeError:
+        raise ArgumentTypeError(
+            f"{label} is a {type(value).__name__}, which is static here and cannot be hashed. Pass a tuple or"
+            " frozenset, an array, or an object that hashes."
+        ) from None
+    return (type(value), value)
+
+
+def function_key(fn: Any) -> Hashable:
+    """Equal for functions with the same code, closed-over cells and defaults.
+
+    A function that is defined anew in every round of a loop is the same program each time.
+    """
+    if isinstance(fn, functools.partial):
+        keywords = tuple((k, _cell_key(v)) for k, v in fn.keywords.items())
+        return ("partial", function_key(fn.func), tuple(map(_cell_key, fn.args)), keywords)
+    if isinstance(fn, types.MethodType):
+        return ("method", function_key(fn.__func__), Identity(fn.__self__))
+    if not isinstance(fn, types.FunctionType):
+        return Identity(fn)
+    cells = tuple(_cell_key(_contents(c), fn) for c in fn.__closure__ or ())
+    defaults = tuple(_cell_key(v, fn) for v in fn.__defaults__ or ())
+    keywords = tuple((k, _cell_key(v, fn)) for k, v in (fn.__kwdefaults__ or {}).items())
+    return (fn.__code__, Identity(fn.__globals__), cells, defaults, keywords)
+
+
+def _contents(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return None
+
+
+def _cell_key(value: Any, owner: Any = None) -> Hashable:
+    if isinstance(value, (bool, *NUMBERS, str, bytes, type(None))):
+        return (type(value), value)
+    if isinstance(value, tuple):
+        return tuple(_cell_key(v, owner) for v in value)
+    if isinstance(value, types.FunctionType) and value is not owner:
+        try:
+            return function_key(value)
+        except RecursionError:
+            return Identity(value)
+    return "itself" if value is owner else Identity(value)
+
+
+class Signature:
+    """Binds calls of one function to (key, inputs) and back."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        static_argnames: tuple[str, ...],
+        input_signature: Any,
+        reduce_retracing: bool,
+        skip: int = 0,
+    ) -> None:
+        self.name = getattr(fn, "__name__", type(fn).__name__)
+        self._static = static_argnames
+        self._input_signature = input_signature
+        self._strong = reduce_retracing
+        try:
+            signature = inspect.signature(fn)
+            parameters = list(signature.parameters.values())[skip:]
+            self._signature: inspect.Signature | None = signature.replace(parameters=parameters)
+        except (TypeError, ValueError):
+            self._signature, parameters = None, []
+        unknown = set(static_argnames) - {p.name for p in parameters}
+        if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            raise ArgumentError(
+                f"{self.name}: static_argnames has {sorted(unknown)}, but the parameters are"
+                f" {[p.name for p in parameters]}."
+            )
+        plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        self._plain_arity = len(parameters) if all(p.kind in plain for p in parameters) else None
+        self._names = [p.name for p in parameters]
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments in one canonical form, defaults filled in."""
+        if self._input_signature is not None:
+            args, kwargs = self._conform(args, kwargs)
+        if self._signature is None or (not kwargs and len(args) == self._plain_arity):
+            return args, kwargs
+        try:
+            bound = self._signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise ArgumentTypeError(f"{self.name}{self._signature}: {error}.") from None
+        bound.apply_defaults()
+        return bound.args, bound.kwargs
+
+    def _conform(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        assert self._signature is not None
+        try:
+            args = self._signature.bind(*args, **kwargs).args
+        except TypeError as error:
+            raise ArgumentTypeError(f"{self.name}{self._signature}: {error}.") from None
+        spec = tuple(self._input_signature)
+        if len(args) != len(spec):
+            raise ArgumentTypeError(f"{self.name}: input_signature has {len(spec)} arguments, got {len(args)}.")
+        return tuple(_conform_to(s, a, f"{self.name}: argument {n!r}") for s, a, n in zip(spec, args, self._names)), {}
+
+    def split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """Flatten bound arguments into a key and inputs."""
+        if self._static:
+            names = self._names
+            args = tuple(
+                Static(a) if i < len(names) and names[i] in self._static else a for i, a in enumerate(args)
+            )
+            kwargs = {k: Static(v) if k in self._static else v for k, v in kwargs.items()}
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        keys: list[Hashable] = []
+        inputs: list[Any] = []
+        for i, leaf in enumerate(leaves):
+            if is_input(leaf):
+                inputs.append(leaf)
+                keys.append(self._type(leaf, i, structure))
+            else:
+                value = leaf.value if isinstance(leaf, Static) else leaf
+                try:
+                    keys.append(static_key(value, ""))
+                except ArgumentTypeError:
+                    keys.append(static_key(value, f"{self.name}: {self.label(structure, i)}"))
+        return Call(leaves, structure, tuple(keys), inputs)
+
+    def _type(self, leaf: Any, index: int, structure: Any) -> Any:
+        try:
+            aval = jax.typeof(leaf)
+        except (TypeError, OverflowError) as error:
+            reason = str(error).partition("\n")[0]
+            raise ArgumentTypeError(
+                f"{self.name}: {self.label(structure, index)} is not numeric: {reason} Look up strings and objects"
+                " on the host, before the traced function."
+            ) from None
+        return aval.update(weak_type=False) if self._strong and getattr(aval, "weak_type", False) else aval
+
+    def label(self, structure: Any, index: int) -> str:
+        """How messages call the leaf: "argument 'x'['a']"."""
+        paths, _ = jax.tree_util.tree_flatten_with_path(
+            jax.tree.unflatten(structure, range(structure.num_leaves)), is_leaf=lambda x: isinstance(x, int)
+        )
+        path = next(path for path, leaf in paths if leaf == index)
+        if path[0].idx == 0:
+            position = path[1].idx
+            name = self._names[position] if position < len(self._names) else f"#{position}"
+        else:
+            name = path[1].key
+        return f"argument {name!r}{jax.tree_util.keystr(path[2:])}"
+
+
+class Static:
+    """Marks an argument that is named in static_argnames."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class Call:
+    """One call: its leaves, how they are put together, its key, and the values of its inputs."""
+
+    __slots__ = ("inputs", "keys", "leaves", "structure")
+
+    def __init__(self, leaves: list[Any], structure: Any, keys: tuple[Hashable, ...], inputs: list[Any]) -> None:
+        self.leaves = leaves
+        self.structure = structure
+        self.keys = keys
+        self.inputs = inputs
+
+    @property
+    def input_types(self) -> list[Any]:
+        """Types of the inputs, in order."""
+        return [key for leaf, key in zip(self.leaves, self.keys) if is_input(leaf)]
+
+    def without_values(self) -> Call:
+        """The same kind of call, with its arrays and objects free to go."""
+        return Call([0 if is_input(leaf) else None for leaf in self.leaves], self.structure, self.keys, [])
+
+    def arguments(self, inputs: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """args and kwargs with other values for the inputs."""
+        rest = iter(inputs)
+        leaves = [next(rest) if is_input(x) else x.value if isinstance(x, Static) else x for x in self.leaves]
+        args, kwargs = jax.tree.unflatten(self.structure, leaves)
+        return args, kwargs
+
+
+def _conform_to(spec: Any, argument: Any, label: str) -> Any:
+    leaves, structure = jax.tree.flatten(spec, is_leaf=lambda s: hasattr(s, "shape") and hasattr(s, "dtype"))
+    try:
+        values = structure.flatten_up_to(argument)
+    except (ValueError, TypeError):
+        raise ArgumentTypeError(f"{label} does not have the structure of input_signature, {spec}.") from None
+    return jax.tree.unflatten(structure, [_conform_leaf(s, v, label) for s, v in zip(leaves, values)])
+
+
+def _conform_leaf(spec: Any, value: Any, label: str) -> Any:
+    from phalanx.errors import AssignmentError
+    from phalanx.variables import check_kind, to_array
+
+    array = to_array(label, "value", value)
+    shape = tuple(spec.shape)
+    fits = len(shape) == array.ndim and all(s is None or s == d for s, d in zip(shape, array.shape))
+    if not fits:
+        raise ArgumentTypeError(f"{label}: input_signature asks for shape {shape}, got {tuple(array.shape)}.")
+    strong = isinstance(array, jax.Array) and not array.weak_type
+    try:
+        check_kind(label, array.dtype, spec.dtype, "value", exact=strong)
+    except AssignmentError as error:
+        raise ArgumentTypeError(str(error)) from None
+    if _jax.is_tracer(array) or isinstance(array, jax.Array):
+        return array.astype(spec.dtype)
+    return np.asarray(array, spec.dtype)

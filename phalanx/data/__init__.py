@@ -1,0 +1,1 @@
+"""Feeding: rows of a source to the replicas."""

@@ -1,0 +1,1 @@
+"""Strategies: one program for one device or a thousand."""

@@ -1,0 +1,96 @@
+"""All-reduce of many arrays, with small ones travelling together.
+
+One collective per tensor is slow for many small tensors, and copying large ones into a flat buffer is
+slow for few large ones. Measured on two CPU cores with eight replicas: 200 tensors of up to 4 KiB take
+37 ms one by one and 6 ms together; 6 tensors of up to 256 KiB take 3 ms one by one and 68 ms together.
+On GPU and TPU XLA combines collectives itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from phalanx import _jax
+from phalanx.errors import ArgumentError, ArgumentTypeError
+
+ReduceOp = Literal["sum", "mean"]
+
+SMALL_BYTES = {"cpu": 32 * 1024}
+"""Arrays up to this size share a bucket, by platform (others: never)."""
+
+BUCKET_BYTES = 512 * 1024
+"""Size at which a bucket is closed."""
+
+
+def check_op(op: Any, caller: str) -> ReduceOp:
+    """'sum' or 'mean' in any case of letters."""
+    if isinstance(op, str) and op.lower() in ("sum", "mean"):
+        return op.lower()  # type: ignore[return-value]
+    raise ArgumentError(f"{caller}: op must be 'sum' or 'mean', got {op!r}.")
+
+
+def all_reduce(op: ReduceOp, values: Sequence[Any], num_replicas: int, platform: str) -> list[Any]:
+    """Reduce each array over the replicas; the results are the same on all of them."""
+    arrays = [_as_array(v) for v in values]
+    out: list[Any] = list(arrays)
+    for bucket in _buckets(arrays, SMALL_BYTES.get(platform, 0)):
+        if len(bucket) == 1:
+            out[bucket[0]] = _psum(arrays[bucket[0]])
+            continue
+        flat = _psum(jnp.concatenate([_jax.lift(arrays[i]).ravel() for i in bucket]))
+        start = 0
+        for i in bucket:
+            stop = start + arrays[i].size
+            out[i] = flat[start:stop].reshape(arrays[i].shape)
+            start = stop
+    return out if op == "sum" else [_divide(x, num_replicas) for x in out]
+
+
+def broadcast(value: Any, replica: int) -> Any:
+    """One replica's value on all of them."""
+    array = _as_array(value)
+    if not _jax.varies(array):
+        return array
+    mine = jax.lax.axis_index(_jax.REPLICA_AXIS) == replica
+    bits = array.astype(jnp.int8) if array.dtype == jnp.bool_ else array
+    return _psum(jnp.where(mine, bits, jnp.zeros_like(bits))).astype(array.dtype)
+
+
+def _buckets(arrays: Sequence[Any], small: int) -> list[list[int]]:
+    buckets: list[list[int]] = []
+    open_buckets: dict[Any, tuple[list[int], int]] = {}
+    for i, array in enumerate(arrays):
+        nbytes = array.size * array.dtype.itemsize
+        if nbytes > small or array.size == 0:
+            buckets.append([i])
+            continue
+        bucket, filled = open_buckets.get(array.dtype, ([], 0))
+        if not bucket:
+            buckets.append(bucket)
+        bucket.append(i)
+        filled += nbytes
+        open_buckets[array.dtype] = (bucket, filled) if filled < BUCKET_BYTES else ([], 0)
+    return buckets
+
+
+def _psum(array: Any) -> Any:
+    if array.dtype == jnp.bool_:
+        array = array.astype(jnp.int32)
+    return jax.lax.psum(_jax.lift(array), _jax.REPLICA_AXIS)
+
+
+def _divide(total: Any, n: int) -> Any:
+    return total / n if n > 1 or jnp.issubdtype(total.dtype, jnp.inexact) else total
+
+
+def _as_array(value: Any) -> Any:
+    if isinstance(value, jax.Array):
+        return value
+    try:
+        return jnp.asarray(value)
+    except TypeError as error:
+        raise ArgumentTypeError(f"all_reduce takes arrays and numbers, got {type(value).__name__}.") from error

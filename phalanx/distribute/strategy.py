@@ -1,0 +1,604 @@
+"""`OneDevice`, `Mirrored` and `TPU`: on which devices the program runs."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import logging
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from phalanx import _jax, state
+from phalanx._signature import function_key
+from phalanx._traced import in_order
+from phalanx.data.arrays import ArrayDataset, Remainder
+from phalanx.distribute.collectives import all_reduce, check_op
+from phalanx.distribute.replica import ReplicaContext, ReplicaRules, check_axis
+from phalanx.distribute.run import check_arguments, run_in_trace
+from phalanx.distribute.values import PerReplica, is_per_replica
+from phalanx.errors import ArgumentError, ArgumentTypeError, DeviceError, StrategyError
+from phalanx.function import Function
+from phalanx.variables import Component, Variable
+
+logger = logging.getLogger("phalanx")
+
+_EAGER_RUNS = 64
+"""Programs that a strategy keeps for `run` called outside traced functions."""
+
+
+class ValueContext:
+    """What the function given to `distribute_values_from_function` is told."""
+
+    def __init__(self, replica_id: int, num_replicas: int) -> None:
+        self.replica_id = replica_id
+        self.num_replicas = num_replicas
+
+    def __repr__(self) -> str:
+        return f"ValueContext(replica_id={self.replica_id}, num_replicas={self.num_replicas})"
+
+
+class Strategy:
+    """Runs one program on several devices, with variables kept equal on all of them.
+
+    Use `OneDevice`, `Mirrored` or `TPU`.
+    """
+
+    def __init__(self, devices: Sequence[Any]) -> None:
+        self._use_devices(devices)
+        self._variables: dict[int, weakref.ref[Variable]] = {}
+        self._eager_runs: collections.OrderedDict[Hashable, Function[..., Any]] = collections.OrderedDict()
+        logger.info("%s", self.describe())
+
+    def _use_devices(self, devices: Sequence[Any]) -> None:
+        self.devices = tuple(devices)
+        """The replicas' devices, in replica order."""
+        self.mesh = _jax.replica_mesh(self.devices)
+        """JAX's mesh, with the one axis "replica"."""
+
+    @property
+    def num_replicas(self) -> int:
+        """How many replicas run the program."""
+        return len(self.devices)
+
+    @property
+    def platform(self) -> str:
+        """"cpu", "gpu" or "tpu"."""
+        return str(self.devices[0].platform)
+
+    @property
+    def key(self) -> Hashable:
+        """Part of the key of every trace made under this strategy."""
+        return (self, self.devices)
+
+    @property
+    def in_order(self) -> bool:
+        """Whether steps must not overlap (several replicas on a CPU)."""
+        return self.platform == "cpu" and self.num_replicas > 1
+
+    def describe(self) -> str:
+        """One line: replicas and their devices, processes."""
+        ids = [d.id for d in self.devices]
+        span = f"{ids[0]}-{ids[-1]}" if ids == list(range(ids[0], ids[0] + len(ids))) and len(ids) > 1 else str(ids)[1:-1]
+        return (
+            f"{type(self).__name__}: {self.num_replicas} replica{'s' * (self.num_replicas > 1)} on {self.platform}"
+            f" {span}, {jax.process_count()} process{'es' * (jax.process_count() > 1)}"
+        )
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.num_replicas} x {self.platform})"
+
+    # ---- placement ----
+
+    def sharding(self, *, per_replica: bool) -> jax.sharding.NamedSharding:
+        """JAX's sharding of a stored variable."""
+        return _jax.split(self.mesh) if per_replica else _jax.replicated(self.mesh)
+
+    def place(self, stored: Any, *, per_replica: bool) -> Any:
+        """`stored` on this strategy's devices."""
+        sharding = self.sharding(per_replica=per_replica)
+        if getattr(stored, "sharding", None) == sharding:
+            return stored
+        return jax.device_put(stored, sharding)
+
+    def component(self, stored: jax.Array, replica_id: int, per_replica: bool) -> jax.Array:
+        """One replica's part of a stored array, on its device."""
+        for shard in stored.addressable_shards:
+            if shard.device == self.devices[replica_id]:
+                return shard.data[0] if per_replica else shard.data
+        raise StrategyError(f"replica {replica_id} of {self!r} belongs to another process.")
+
+    def register(self, variable: Variable) -> None:
+        """Remember a variable of this strategy (for as long as it lives)."""
+        key = id(variable)
+        self._variables[key] = weakref.ref(variable, lambda _: self._variables.pop(key, None))
+
+    @property
+    def variables(self) -> list[Variable]:
+        """The live variables of this strategy."""
+        return [v for ref in list(self._variables.values()) if (v := ref()) is not None]
+
+    def adopt(self, variable: Variable) -> None:
+        """Move a variable that was made outside every scope to this strategy."""
+        if variable.strategy is not None:
+            return
+        place = state.top().base
+        if variable.per_replica and self.num_replicas > 1 and place.parent is not None and place.parent.base.holds(variable):
+            raise StrategyError(
+                f"{variable.label} was made outside the scope of {self!r} and read in a traced function before its first"
+                " replica. Create it in the scope."
+            )
+        with state.lifted_out():
+            stored = variable._stored
+            if variable.per_replica and stored is not None:
+                stored = jnp.broadcast_to(stored[:1], (self.num_replicas, *variable.shape))
+            variable.strategy = self
+            if stored is not None:
+                variable._replace(self.place(stored, per_replica=variable.per_replica))
+        self.register(variable)
+
+    def check_owner(self, value: PerReplica, caller: str) -> None:
+        """Raise when a per-replica value was made by another strategy."""
+        if value.strategy is not self:
+            raise StrategyError(f"{caller}: a PerReplica of {value.strategy!r} was given to {self!r}.")
+
+    # ---- contexts ----
+
+    @contextmanager
+    def scope(self) -> Iterator[Strategy]:
+        """Variables made in the block belong to this strategy.
+
+        Raises:
+            StrategyError: inside a replica, or inside the scope of another strategy.
+
+        Example:
+            >>> strategy = px.OneDevice()
+            >>> with strategy.scope():
+            ...     w = px.Variable(1.0)
+            >>> w
+            Variable(name='Variable', shape=(), dtype=float32, mirrored x1, value=1.0)
+        """
+        context = state.context()
+        if context.in_replica:
+            raise StrategyError("strategy.scope() cannot be entered in a replica: the strategy is in effect there already.")
+        if context.strategy not in (None, self):
+            raise StrategyError(f"The scope of {self!r} was entered inside the scope of {context.strategy!r}: strategies cannot be mixed.")
+        with state.pushed(state.ContextFrame(state.top(), state.CrossReplica(self))):
+            yield self
+
+    def _require_cross_replica(self, method: str, instead: str) -> None:
+        context = state.context()
+        if context.in_replica:
+            raise StrategyError(f"strategy.{method} was called in a replica. {instead}")
+        if context.strategy not in (None, self):
+            raise StrategyError(
+                f"strategy.{method} of {self!r} was called inside the scope of {context.strategy!r}: strategies cannot be mixed."
+            )
+
+    # ---- running ----
+
+    def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """Call ``fn(*args, **kwargs)`` on every replica, as one program.
+
+        `fn` is traced once, whatever the number of replicas; called outside a traced function, `run`
+        compiles and remembers it by its code and what it closes over.
+
+        Args:
+            fn: the replica function.
+            args: `PerReplica` values reach each replica as its own part, also inside pytrees; everything
+                else reaches all replicas as it is.
+            kwargs: likewise.
+
+        Returns:
+            The results: as `PerReplica` where they may differ between replicas, else as plain arrays.
+
+        Raises:
+            StrategyError: in a replica, or inside the scope of another strategy.
+            AggregationRequiredError: see `Variable.assign`.
+
+        Example:
+            >>> strategy = px.Mirrored()
+            >>> total = strategy.run(lambda x: px.get_replica_context().all_reduce("mean", x), args=(2.0,))
+            >>> float(total)
+            2.0
+        """
+        if not callable(fn):
+            raise ArgumentTypeError(f"strategy.run takes a function, got {type(fn).__name__} {fn!r:.60}.")
+        self._require_cross_replica("run", "It is running already: call the function, or use the replica context to reduce.")
+        if isinstance(state.context(), state.CrossReplica) and state.context().key[0] == "merge":  # type: ignore[index]
+            raise StrategyError("strategy.run was called in a merge function, which is part of a run already.")
+        name = getattr(fn, "__name__", type(fn).__name__)
+        checked = check_arguments(args, kwargs, name)
+        with state.pushed(state.ContextFrame(state.top(), state.CrossReplica(self))):
+            if state.top().is_eager:
+                return self._eager_run(fn, name)(*checked)
+            return run_in_trace(self, fn, *checked, name)
+
+    def _eager_run(self, fn: Callable[..., Any], name: str) -> Function[..., Any]:
+        key = function_key(fn)
+        function = self._eager_runs.get(key)
+        if function is None:
+
+            @functools.wraps(fn)
+            def program(args: Any, kwargs: Any) -> Any:
+                return run_in_trace(self, fn, args, kwargs, name)
+
+            del program.__wrapped__  # its signature is (args, kwargs)
+            function = Function(program, donate=True, static_argnames=(), input_signature=None, reduce_retracing=False)
+            self._eager_runs[key] = function
+            while len(self._eager_runs) > _EAGER_RUNS:
+                self._eager_runs.popitem(last=False)
+        else:
+            self._eager_runs.move_to_end(key)
+        return function
+
+    # ---- reducing and looking ----
+
+    def reduce(self, op: str, value: Any, axis: int | None = None) -> Any:
+        """Merge the replicas' values into one.
+
+        Args:
+            op: ``"sum"`` or ``"mean"`` (of integers: a float).
+            value: `PerReplica`, variable, array, number, or a pytree of them. What is not per replica
+                counts as held by each of them: its sum is N times the value.
+            axis: reduce along this axis of each part too; ``"mean"`` divides by all rows of all replicas.
+
+        Raises:
+            StrategyError: in a replica.
+            ArgumentError: for an unknown op or axis.
+
+        Example:
+            >>> strategy = px.OneDevice()
+            >>> losses = strategy.run(lambda: px.get_replica_context().replica_id + 1.0)
+            >>> float(strategy.reduce("sum", losses))
+            1.0
+        """
+        self._require_cross_replica("reduce", "Use px.get_replica_context().all_reduce(op, value).")
+        op = check_op(op, "reduce")
+        return jax.tree.map(lambda leaf: self._reduce_leaf(op, leaf, axis), value, is_leaf=_is_distributed)
+
+    def _reduce_leaf(self, op: Any, leaf: Any, axis: int | None) -> Any:
+        merging = state.context().key[0] == "merge"  # type: ignore[index]
+        if isinstance(leaf, Variable) and leaf.per_replica:
+            leaf = PerReplica(state.top().base.load(leaf), self)
+        elif isinstance(leaf, (Variable, Component)):
+            leaf = leaf.value
+        parted = is_per_replica(leaf)
+        if parted:
+            self.check_owner(leaf, "reduce")
+            stacked = leaf.stacked
+        else:
+            try:
+                stacked = jnp.asarray(leaf)[None]
+            except (TypeError, ValueError) as error:
+                raise ArgumentTypeError(f"reduce takes arrays and numbers, got {type(leaf).__name__} {leaf!r:.60}.") from error
+        if axis is not None:
+            check_axis(stacked.ndim - 1, axis, "reduce")
+        n = self.num_replicas
+        if parted and merging:
+            return _reduce_part(op, stacked[0], axis, n, self.platform)
+        return self._compute(_reduce_stacked, stacked, op, axis, 1 if parted else n)
+
+    def gather(self, value: Any, axis: int = 0) -> Any:
+        """The parts of all replicas side by side along `axis`.
+
+        Args:
+            value: `PerReplica` or a pytree of them; other arrays are returned as they are.
+            axis: an axis of each part.
+
+        Raises:
+            StrategyError: in a replica.
+            ArgumentError: for scalars, or when there is no such axis.
+        """
+        self._require_cross_replica("gather", "Use px.get_replica_context().all_gather(value, axis).")
+
+        def leaf(x: Any) -> Any:
+            if not is_per_replica(x):
+                return x.value if isinstance(x, (Variable, Component)) else x
+            self.check_owner(x, "gather")
+            check_axis(x.stacked.ndim - 1, axis, "gather")
+            if state.context().key[0] == "merge":  # type: ignore[index]
+                return _jax.all_gather(x.stacked[0], axis % (x.stacked.ndim - 1), stacked=False)
+            return self._compute(_gather_stacked, x.stacked, axis)
+
+        return jax.tree.map(leaf, value, is_leaf=_is_distributed)
+
+    def _compute(self, fn: Callable[..., Any], stacked: Any, *options: Any) -> Any:
+        if not state.top().is_eager or _jax.is_tracer(stacked):
+            return fn(stacked, *options)
+        compiled = _jitted(fn, options, _jax.replicated(self.mesh))
+        return in_order(self.in_order, lambda: [compiled(stacked)])[0]
+
+    def local_results(self, value: Any) -> tuple[Any, ...]:
+        """The parts of a value, in replica order.
+
+        Args:
+            value: `PerReplica` or variable: one part per replica; anything else is its own only part.
+        """
+        if isinstance(value, Variable):
+            return tuple(c.value for c in value.components)
+        if is_per_replica(value):
+            if state.context().key[0] == "merge":  # type: ignore[index]
+                stacked = _jax.all_gather(value.stacked[0], 0, stacked=True)
+                return tuple(stacked[i] for i in range(self.num_replicas))
+            return tuple(value.values)
+        leaves = jax.tree.leaves(value, is_leaf=is_per_replica)
+        if any(map(is_per_replica, leaves)):
+            parts = [self.local_results(leaf) if is_per_replica(leaf) else (leaf,) * self.num_replicas for leaf in leaves]
+            structure = jax.tree.structure(value, is_leaf=is_per_replica)
+            return tuple(jax.tree.unflatten(structure, part) for part in zip(*parts))
+        return (value,)
+
+    def container_of(self, component: Component | Variable) -> Variable:
+        """The variable that a component belongs to.
+
+        Raises:
+            ArgumentTypeError: for anything but a component or a variable.
+        """
+        if isinstance(component, Variable):
+            return component
+        if isinstance(component, Component):
+            return component.container
+        raise ArgumentTypeError(f"container_of takes a component of a variable, got {type(component).__name__}.")
+
+    def update(
+        self, variable: Variable, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call ``fn(variable, *args, **kwargs)``, which assigns to the variable, on all components at once.
+
+        Raises:
+            ReplicaDivergenceError: when an argument differs between the replicas.
+        """
+        if not isinstance(variable, Variable):
+            raise ArgumentTypeError(f"update takes a variable, got {type(variable).__name__}.")
+        state.refuse_foreign(variable, self, "updated")
+        for leaf in jax.tree.leaves((args, kwargs), is_leaf=is_per_replica):
+            if not variable.per_replica and (is_per_replica(leaf) or isinstance(leaf, jax.Array) and _jax.varies(leaf)):
+                raise state.diverging(variable, "update was given an argument that differs between replicas")
+        return fn(variable, *args, **(kwargs or {}))
+
+    # ---- feeding ----
+
+    def distribute_values_from_function(self, fn: Callable[[ValueContext], Any]) -> Any:
+        """One value for each replica, made by ``fn(context)`` with its `replica_id` and `num_replicas`.
+
+        Raises:
+            ArgumentError: when the values differ in structure, shape or dtype.
+        """
+        n = self.num_replicas
+        parts = [fn(ValueContext(i, n)) for i in range(n)]
+        leaves = [jax.tree.leaves(part) for part in parts]
+        structure = jax.tree.structure(parts[0])
+        for i, part in enumerate(parts):
+            if jax.tree.structure(part) != structure:
+                raise ArgumentError(f"distribute_values_from_function: replica {i} gave {jax.tree.structure(part)}, replica 0 {structure}.")
+        return jax.tree.unflatten(structure, [self._stack(list(column)) for column in zip(*leaves)])
+
+    def _stack(self, parts: list[Any]) -> PerReplica:
+        types = {(tuple(np.shape(p)), jax.typeof(p).dtype) for p in parts}
+        if len(types) > 1:
+            raise ArgumentError(
+                "distribute_values_from_function: all replicas run one program, so their values need the same shape and"
+                f" dtype, got {sorted(map(str, types))}. Pad them to one shape and give the number of valid rows too."
+            )
+        if any(map(_jax.is_tracer, parts)):
+            stacked = jnp.stack(parts)
+            if _jax.in_replica_trace():
+                return PerReplica(jax.lax.dynamic_index_in_dim(stacked, ReplicaContext(self).replica_id), self)
+            return PerReplica(stacked, self)
+        shards = [jax.device_put(jnp.asarray(p)[None], d) for p, d in zip(parts, self.devices)]
+        shape = (self.num_replicas, *shards[0].shape[1:])
+        return PerReplica(jax.make_array_from_single_device_arrays(shape, _jax.split(self.mesh), shards), self)
+
+    def distribute_dataset(
+        self,
+        source: Any,
+        batch_size: int,
+        *,
+        remainder: Remainder = "auto",
+        mask: bool = False,
+        shuffle: bool = False,
+        seed: int | None = None,
+    ) -> ArrayDataset:
+        """Batches of the rows of arrays, split over the replicas.
+
+        Args:
+            source: array or pytree of arrays with the same number of rows.
+            batch_size: rows per batch, over all replicas.
+            remainder: what to do when the last batch is smaller: ``"auto"`` (keep it if it divides by the
+                replicas, else an error), ``"pad"`` (with zeros), ``"drop"`` or ``"error"``.
+            mask: append a float 0/1 weight for each row to the element (with ``"pad"``: 0 for padding).
+            shuffle: draw a new order in each epoch, which depends on (seed, epoch) alone.
+            seed: for `shuffle`; drawn and logged when it is not given.
+
+        Returns:
+            An iterable of elements with the structure of `source` whose arrays are `PerReplica`; it can be
+            iterated again.
+
+        Raises:
+            UnevenBatchError: when a batch does not divide by the number of replicas.
+            ArgumentError: when the arrays differ in their number of rows, or have none.
+
+        Example:
+            >>> strategy = px.OneDevice()
+            >>> dataset = strategy.distribute_dataset((jnp.arange(6.0), jnp.ones((6, 2))), batch_size=3)
+            >>> len(dataset), [x.shape for x in next(iter(dataset))]
+            (2, [(3,), (3, 2)])
+        """
+        return ArrayDataset(self, source, batch_size, remainder, mask, shuffle, seed)
+
+    def split_rows(self, rows: np.ndarray[Any, Any]) -> PerReplica:
+        """The rows of a host array, an equal number for each replica, each sent to its device only."""
+        stacked = rows.reshape(self.num_replicas, -1, *rows.shape[1:])
+        sharding = _jax.split(self.mesh)
+        return PerReplica(jax.make_array_from_callback(stacked.shape, sharding, lambda index: stacked[index]), self)
+
+
+def _is_distributed(value: Any) -> bool:
+    return isinstance(value, (PerReplica, Variable, Component))
+
+
+@functools.lru_cache(maxsize=256)
+def _jitted(fn: Callable[..., Any], options: tuple[Any, ...], sharding: Any) -> Any:
+    return jax.jit(lambda stacked: fn(stacked, *options), out_shardings=sharding)
+
+
+def _reduce_stacked(stacked: Any, op: str, axis: int | None, times: int) -> Any:
+    axes = (0,) if axis is None else (0, axis % (stacked.ndim - 1) + 1)
+    if op == "mean":
+        return stacked.mean(axes)
+    return stacked.sum(axes, dtype=jnp.int32 if stacked.dtype == jnp.bool_ else stacked.dtype) * times
+
+
+def _reduce_part(op: Any, part: Any, axis: int | None, n: int, platform: str) -> Any:
+    if axis is not None:
+        part = part.mean(axis) if op == "mean" else part.sum(axis)
+    return all_reduce(op, [part], n, platform)[0]
+
+
+def _gather_stacked(stacked: Any, axis: int) -> Any:
+    axis = axis % (stacked.ndim - 1)
+    shape = list(stacked.shape[1:])
+    shape[axis] *= stacked.shape[0]
+    return jnp.moveaxis(stacked, 0, axis).reshape(shape)
+
+
+# ---- the strategies ------------------------------------------------------------------------------
+
+
+def _resolve(device: Any) -> Any:
+    if isinstance(device, jax.Device):
+        return device
+    if isinstance(device, str):
+        platform, _, index = device.strip("/").lower().replace("device:", "").partition(":")
+        try:
+            return jax.devices(platform)[int(index or 0)]
+        except (RuntimeError, ValueError, IndexError) as error:
+            known = ", ".join(f"{d.platform}:{d.id}" for d in jax.devices())
+            raise DeviceError(f"There is no device {device!r}. JAX sees: {known}.") from error
+    raise ArgumentTypeError(f"A device is a jax.Device or a name like 'cpu:0' or 'gpu:1', got {device!r:.80}.")
+
+
+class OneDevice(Strategy):
+    """Everything on one device; the same programs as for many.
+
+    Args:
+        device: a ``jax.Device`` or a name like ``"gpu:0"``. Default: JAX's first device.
+
+    Raises:
+        DeviceError: when there is no such device.
+
+    Example:
+        >>> px.OneDevice().num_replicas
+        1
+    """
+
+    def __init__(self, device: Any = None) -> None:
+        super().__init__([jax.local_devices()[0] if device is None else _resolve(device)])
+
+
+class Mirrored(Strategy):
+    """One replica on each device, with every mirrored variable held by all of them.
+
+    Args:
+        devices: ``jax.Device`` objects or names like ``"gpu:1"``. Default: all devices of all processes.
+
+    Raises:
+        DeviceError: when a device does not exist.
+        ArgumentError: for an empty list, a device given twice, or different platforms.
+
+    Example:
+        >>> strategy = px.Mirrored()
+        >>> strategy.num_replicas == len(jax.devices())
+        True
+    """
+
+    def __init__(self, devices: Sequence[Any] | None = None) -> None:
+        if isinstance(devices, (str, jax.Device)) or devices is not None and not isinstance(devices, Sequence):
+            raise ArgumentTypeError(f"Mirrored: devices must be a list of devices, got {devices!r:.80}.")
+        resolved = jax.devices() if devices is None else [_resolve(d) for d in devices]
+        if not resolved:
+            raise ArgumentError("Mirrored: devices is empty. Leave it out to use all devices.")
+        if len(set(resolved)) < len(resolved):
+            raise ArgumentError(f"Mirrored: a device was given twice: {list(devices or ())}. Each replica needs its own.")
+        if len({d.platform for d in resolved}) > 1:
+            raise ArgumentError(f"Mirrored: all devices must be of one platform, got {resolved}.")
+        super().__init__(resolved)
+
+
+class TPU(Mirrored):
+    """`Mirrored` on the cores of a TPU slice.
+
+    Args:
+        resolver: a cluster resolver; it is asked for nothing yet, since JAX finds a TPU slice by itself.
+        single_core: use the first core of each chip only.
+
+    Raises:
+        DeviceError: when JAX sees no TPU.
+    """
+
+    def __init__(self, resolver: Any = None, single_core: bool = False) -> None:
+        try:
+            devices = jax.devices("tpu")
+        except RuntimeError as error:
+            raise DeviceError(
+                "px.TPU found no TPU. Use px.Mirrored() for whatever devices there are. JAX says:"
+                f" {str(error).partition(chr(10))[0]}"
+            ) from error
+        if single_core:
+            devices = [d for d in devices if getattr(d, "core_on_chip", 0) == 0]
+        super().__init__(devices)
+
+
+class _Default(OneDevice):
+    """In effect outside every scope: one device, nothing moved."""
+
+    def adopt(self, variable: Variable) -> None:
+        pass
+
+
+@functools.cache
+def _default_strategy() -> Strategy:
+    return _Default()
+
+
+def get_strategy() -> Strategy:
+    """The strategy in effect: that of the scope or replica we are in, else a default with one device.
+
+    Example:
+        >>> strategy = px.Mirrored()
+        >>> with strategy.scope():
+        ...     px.get_strategy() is strategy
+        True
+    """
+    return state.context().strategy or _default_strategy()  # type: ignore[no-any-return]
+
+
+def get_replica_context() -> ReplicaContext | None:
+    """The replica context, or None in cross-replica context (in a scope, outside `run`).
+
+    Outside every scope it is that of a default strategy with one replica.
+
+    Example:
+        >>> px.get_replica_context().num_replicas
+        1
+    """
+    context = state.context()
+    if isinstance(context, ReplicaRules):
+        return context.replica_context
+    return None if context.in_cross_replica else ReplicaContext(_default_strategy())
+
+
+def in_cross_replica_context() -> bool:
+    """True in a scope and in merge functions: where all replicas are seen at once.
+
+    Example:
+        >>> px.in_cross_replica_context()
+        False
+    """
+    return state.context().in_cross_replica

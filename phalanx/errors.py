@@ -1,0 +1,81 @@
+"""The errors that Phalanx raises; each also derives from the builtin that fits."""
+
+from __future__ import annotations
+
+__all__ = [
+    "AggregationRequiredError",
+    "ArgumentError",
+    "ArgumentTypeError",
+    "AssignmentError",
+    "DeviceError",
+    "FrozenVariableError",
+    "PhalanxError",
+    "ReplicaDivergenceError",
+    "RetraceError",
+    "StrategyError",
+    "TapeError",
+    "TracingError",
+    "UnevenBatchError",
+    "VariableCreationError",
+    "VariableWriteError",
+]
+
+
+class PhalanxError(Exception):
+    """Base class of every error that Phalanx raises on purpose."""
+
+
+class ArgumentError(PhalanxError, ValueError):
+    """An argument has a value, shape or structure that the call cannot take."""
+
+
+class ArgumentTypeError(PhalanxError, TypeError):
+    """An argument has a type that the call cannot take."""
+
+
+class AssignmentError(PhalanxError, ValueError):
+    """A value does not fit the variable it is assigned to (shape or dtype)."""
+
+
+class AggregationRequiredError(PhalanxError, ValueError):
+    """Replicas would assign different values to a mirrored variable that does not say how to merge them."""
+
+
+class ReplicaDivergenceError(PhalanxError, ValueError):
+    """An update would make the components of a mirrored variable differ."""
+
+
+class FrozenVariableError(PhalanxError, RuntimeError):
+    """A variable was read where JAX would bake its value into a compiled program for ever."""
+
+
+class VariableWriteError(PhalanxError, RuntimeError):
+    """A variable was assigned inside a JAX transformation that cannot carry the update out."""
+
+
+class VariableCreationError(PhalanxError, ValueError):
+    """A variable cannot be created here."""
+
+
+class TracingError(PhalanxError, TypeError):
+    """A traced value was used where a concrete one is needed, or outside the function it belongs to."""
+
+
+class RetraceError(PhalanxError, RuntimeError):
+    """A function was traced again after warm-up while `px.strict` was on."""
+
+
+class TapeError(PhalanxError, RuntimeError):
+    """A tape was asked for something it did not record or can no longer give."""
+
+
+class StrategyError(PhalanxError, RuntimeError):
+    """A strategy was used in the wrong context or mixed with another one."""
+
+
+class DeviceError(PhalanxError, RuntimeError):
+    """The devices that were asked for cannot be had."""
+
+
+class UnevenBatchError(PhalanxError, ValueError):
+    """A batch does not divide by the number of replicas."""

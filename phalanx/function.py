@@ -1,0 +1,474 @@
+"""`function`: Python code traced once into a compiled program, with variables read and written.
+
+The body runs exactly once per trace. Variables that it reads are found while it runs and become
+inputs of the program, so that later calls see their present values.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Generic, ParamSpec, TypeVar, overload
+
+import jax
+
+from phalanx import _jax, state
+from phalanx._signature import Call, Signature, is_input
+from phalanx._traced import Compiled, Traced, trace
+from phalanx.errors import ArgumentError, ArgumentTypeError, RetraceError, VariableCreationError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+logger = logging.getLogger("phalanx")
+
+_STORM = 10
+"""Traces of one function after which it is said once that something is wrong."""
+
+_WARM_UP_CALLS = 2
+"""Calls of a function that may trace it while `strict` is on."""
+
+_SHARED_PROGRAMS = 16
+"""Executables that a function keeps for rebuilt objects of the same structure."""
+
+
+class _Settings:
+    eager = False
+    strict = False
+
+
+def run_functions_eagerly(run_eagerly: bool) -> None:
+    """Run the bodies of all traced functions as plain Python, for debugging.
+
+    Example:
+        >>> px.run_functions_eagerly(True)
+        >>> px.run_functions_eagerly(False)
+    """
+    if not isinstance(run_eagerly, bool):
+        raise ArgumentTypeError(f"run_functions_eagerly takes True or False, got {run_eagerly!r}.")
+    _Settings.eager = run_eagerly
+
+
+def strict(on: bool = True) -> None:
+    """Turn what is merely suspicious into errors: tracing a function again after its first two calls.
+
+    Raises (later, where it happens):
+        RetraceError: with the argument that changed, from what to what.
+
+    Example:
+        >>> px.strict(True)
+        >>> px.strict(False)
+    """
+    if not isinstance(on, bool):
+        raise ArgumentTypeError(f"strict takes True or False, got {on!r}.")
+    _Settings.strict = on
+
+
+class ConcreteFunction:
+    """One trace of a function, for arguments of one kind. Made by `Function.get_concrete_function`."""
+
+    def __init__(self, traced: Traced, call: Call, name: str, compiled: Compiled) -> None:
+        self._traced = traced
+        self._call = call
+        self._compiled = compiled
+        self.name = name
+
+    @property
+    def captured_variables(self) -> tuple[Any, ...]:
+        """Variables that the body reads."""
+        return tuple(self._traced.captures)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call with arguments of exactly the traced shapes and dtypes.
+
+        Raises:
+            ArgumentTypeError: for arguments of another structure, shape or dtype.
+        """
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        inputs = [leaf for leaf in leaves if is_input(leaf)]
+        expected = self._call.input_types
+        if structure != self._call.structure or len(inputs) != len(expected):
+            raise ArgumentTypeError(
+                f"{self.name}: this concrete function takes arguments of structure {self._call.structure}, got {structure}."
+            )
+        for i, (value, aval) in enumerate(zip(inputs, expected)):
+            found = jax.typeof(value)
+            if found.shape != aval.shape or found.dtype != aval.dtype:
+                raise ArgumentTypeError(
+                    f"{self.name}: input {i} of this concrete function is {aval.str_short()}, got {found.str_short()}."
+                )
+        return self._run(inputs)
+
+    def _run(self, inputs: Sequence[Any]) -> Any:
+        if _jax.is_eager() and state.top().is_eager:
+            return self._compiled(self._traced, inputs)
+        return self._traced.call_in_place(inputs)
+
+    def lower(self) -> Any:
+        """JAX's lowered program (``jax.stages.Lowered``)."""
+        inputs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self._call.input_types]
+        inputs += [variable._stored for variable in self._traced.captures]
+        return self._compiled.lower(inputs, self._traced.program.constants)
+
+
+class Function(Generic[P, R]):
+    """A traced function; made by `px.function`."""
+
+    def __init__(
+        self,
+        fn: Callable[P, R],
+        *,
+        donate: bool,
+        static_argnames: tuple[str, ...],
+        input_signature: Any,
+        reduce_retracing: bool,
+        instance: weakref.ref[Any] | None = None,
+    ) -> None:
+        functools.update_wrapper(self, fn)
+        self._fn = fn
+        self._options = dict(
+            donate=donate,
+            static_argnames=static_argnames,
+            input_signature=input_signature,
+            reduce_retracing=reduce_retracing,
+        )
+        self._donate = donate
+        self._instance = instance
+        self._signature = Signature(fn, static_argnames, input_signature, reduce_retracing, 1 if instance else 0)
+        self._lock = threading.RLock()
+        self._traces: dict[Hashable, ConcreteFunction] = {}
+        self._history: list[tuple[Call, tuple[Hashable, ...]]] = []
+        self._shared: list[Compiled] = []
+        self._methods: dict[int, tuple[weakref.ref[Any], Function[..., Any]]] = {}
+        self._calls = 0
+        self.trace_count = 0
+        """How often the body has run to be traced."""
+
+    @property
+    def name(self) -> str:
+        """Name of the function."""
+        return self._signature.name
+
+    def __repr__(self) -> str:
+        return f"<px.function {self.name}, {self.trace_count} traces>"
+
+    # ---- as a method ----
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if instance is None:
+            return self
+        entry = self._methods.get(id(instance))
+        if entry is None or entry[0]() is not instance:
+            try:
+                ref = weakref.ref(instance, lambda _, key=id(instance): self._methods.pop(key, None))  # type: ignore[misc]
+            except TypeError:
+                raise ArgumentTypeError(
+                    f"{self.name}: a method of {type(instance).__name__} cannot be traced, because its instances take no"
+                    " weak references (a class with __slots__). Add '__weakref__' to __slots__."
+                ) from None
+            entry = (ref, Function(self._fn, instance=ref, **self._options))  # type: ignore[arg-type]
+            self._methods[id(instance)] = entry
+        return _BoundFunction(entry[1], instance)
+
+    # ---- calling ----
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        self._calls += 1
+        bound = self._signature.bind(args, kwargs)
+        if _Settings.eager:
+            return self._body()(*bound[0], **bound[1])  # type: ignore[no-any-return]
+        call = self._signature.split(*bound)
+        concrete = self._traces.get(self._key(call))
+        if concrete is None:
+            with self._lock:
+                concrete = self._traces.get(self._key(call)) or self._new_trace(call)
+        return concrete._run(call.inputs)  # type: ignore[no-any-return]
+
+    def get_concrete_function(self, *args: Any, **kwargs: Any) -> ConcreteFunction:
+        """Trace for these arguments (arrays or ``jax.ShapeDtypeStruct``) without calling.
+
+        Raises:
+            ArgumentTypeError: as a call would.
+        """
+        call = self._signature.split(*self._signature.bind(*_examples(args, kwargs)))
+        with self._lock:
+            return self._traces.get(self._key(call)) or self._new_trace(call)
+
+    def _body(self) -> Callable[..., Any]:
+        if self._instance is None:
+            return self._fn
+        instance = self._instance()
+        assert instance is not None, "the bound function keeps its instance alive"
+        return functools.partial(self._fn, instance)
+
+    def _key(self, call: Call) -> Hashable:
+        context = state.context()
+        return (call.structure, call.keys, context.key, _jax.in_replica_trace(), _jax.trace_context())
+
+    # ---- tracing ----
+
+    def _new_trace(self, call: Call) -> ConcreteFunction:
+        context = self._context_keys()
+        self._check_strict(call, context)
+        traced = self._trace(call)
+        self._adopt_captures(traced)
+        key = self._key(call)
+        kind = call.without_values()
+        concrete = ConcreteFunction(traced, kind, self.name, self._compile(traced))
+        self._history.append((kind, context))
+        self._warn_of_storm()
+        if traced.initial:
+            return concrete  # belongs to the enclosing trace, which will be made again
+        self._traces[key] = concrete
+        for part in call.keys:
+            if hasattr(part, "on_death"):
+                part.on_death(functools.partial(_forget, weakref.ref(self), key))
+        return concrete
+
+    def _trace(self, call: Call) -> Traced:
+        traced = self._trace_once(call)
+        if not traced.births:
+            return traced
+        place = state.top().base
+        if traced.initial:
+            if not place.is_eager:
+                return traced
+            self._initialise(traced, call)
+        again = self._trace_once(call)
+        if again.births:
+            lines = ", ".join(f"{v.label} at {v._created_at}" for v in again.births)
+            raise VariableCreationError(
+                f"{self.name} creates variables each time it runs ({lines}); a traced function may create them the first"
+                " time only. Create them outside, or keep them: `if self.v is None: self.v = px.Variable(...)`."
+            )
+        return again
+
+    def _trace_once(self, call: Call) -> Traced:
+        self.trace_count += 1
+        parent = state.top()
+        return trace(
+            self._body(),
+            call.arguments,
+            call.input_types,
+            self.name,
+            lambda tracing: state.TraceFrame(parent, tracing),
+        )
+
+    def _initialise(self, traced: Traced, call: Call) -> None:
+        """Give variables born in the trace their initial values; nothing else of it takes effect."""
+        with state.lifted_out():
+            outs = traced.program(traced.inputs(call.inputs, lambda v: v._stored))
+            for variable, value in zip(traced.initial, traced.split(outs)[2]):
+                variable._replace(variable._placed(value))
+
+    @staticmethod
+    def _adopt_captures(traced: Traced) -> None:
+        """Variables made outside the scope move to the strategy that runs in the same program."""
+        if traced.strategy is not None and state.top().is_eager:
+            for variable in traced.captures:
+                traced.strategy.adopt(variable)
+
+    def _compile(self, traced: Traced) -> Compiled:
+        for compiled in self._shared:
+            if compiled.fits(traced, self._donate):
+                return compiled
+        compiled = Compiled(traced, self._donate)
+        self._shared = [compiled, *self._shared][:_SHARED_PROGRAMS]
+        return compiled
+
+    # ---- explaining ----
+
+    def _context_keys(self) -> tuple[Hashable, ...]:
+        return (state.context().key, _jax.trace_context())
+
+    def explain_retraces(self) -> str:
+        """What changed from trace to trace: which argument, from what to what.
+
+        Example:
+            >>> @px.function
+            ... def double(x):
+            ...     return 2 * x
+            >>> _ = double(jnp.ones(2)), double(jnp.ones(3))
+            >>> print(double.explain_retraces())
+            double: traced 2 times.
+            trace 2: argument 'x': float32[2] -> float32[3]
+        """
+        lines = [f"{self.name}: traced {self.trace_count} times."]
+        for i in range(1, len(self._history)):
+            lines.append(f"trace {i + 1}: {self._difference(i)}")
+        return "\n".join(lines)
+
+    def _difference(self, index: int) -> str:
+        call, context = self._history[index]
+        candidates = [self._changes(old, old_context, call, context) for old, old_context in self._history[:index]]
+        return "; ".join(min(candidates, key=len)) or "an object that is gone, or variables were created"
+
+    def _changes(self, old: Call, old_context: Any, new: Call, new_context: Any) -> list[str]:
+        changes = []
+        if old.structure != new.structure:
+            changes.append(f"structure of the arguments: {old.structure} -> {new.structure}")
+        else:
+            for i, (a, b) in enumerate(zip(old.keys, new.keys)):
+                if a != b:
+                    label = self._signature.label(new.structure, i)
+                    changes.append(f"{label}: {_describe(a)} -> {_describe(b)}")
+        if old_context[0] != new_context[0]:
+            changes.append(f"context: {_describe(old_context[0])} -> {_describe(new_context[0])}")
+        elif old_context != new_context:
+            changes.append("JAX settings (x64, precision ...)")
+        return changes
+
+    def _check_strict(self, call: Call, context: tuple[Hashable, ...]) -> None:
+        if not (_Settings.strict and self._history and self._calls > _WARM_UP_CALLS):
+            return
+        self._history.append((call, context))
+        try:
+            difference = self._difference(len(self._history) - 1)
+        finally:
+            self._history.pop()
+        raise RetraceError(
+            f"{self.name} would be traced again after warm-up ({difference}), and px.strict is on. Pad or drop uneven"
+            " batches, or call it once with each shape first."
+        )
+
+    def _warn_of_storm(self) -> None:
+        if len(self._history) == _STORM:
+            warnings.warn(
+                f"{self.name} has been traced {_STORM} times, which is slow. Last change:"
+                f" {self._difference(_STORM - 1)}. See {self.name}.explain_retraces().",
+                stacklevel=4,
+            )
+
+    # ---- looking inside ----
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """JAX's lowered program (``jax.stages.Lowered``) for these arguments."""
+        return self.get_concrete_function(*args, **kwargs).lower()
+
+    def cost(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """XLA's estimate for one call: ``"flops"`` and ``"bytes accessed"``."""
+        analysis = self.lower(*args, **kwargs).compile().cost_analysis() or {}
+        if isinstance(analysis, (list, tuple)):
+            analysis = analysis[0]
+        return {k: float(v) for k, v in analysis.items() if k in ("flops", "bytes accessed")}
+
+
+def _forget(owner: weakref.ref[Any], key: Hashable) -> None:
+    function = owner()
+    if function is not None:
+        function._traces.pop(key, None)
+
+
+def _describe(key: Any) -> str:
+    if hasattr(key, "str_short"):
+        return str(key.str_short())
+    if isinstance(key, tuple) and len(key) == 2 and isinstance(key[0], type):
+        return repr(key[1])
+    if isinstance(key, tuple) and key and isinstance(key[0], str):
+        return " of ".join(str(k) for k in key if k is not None)
+    return repr(key)
+
+
+def _examples(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """ShapeDtypeStructs as arrays of that type which hold nothing."""
+
+    def example(leaf: Any) -> Any:
+        return jax.numpy.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
+
+    args, kwargs = jax.tree.map(example, (args, kwargs))
+    return args, kwargs
+
+
+class _BoundFunction:
+    """A traced method together with its object, which it keeps alive while it is being called."""
+
+    def __init__(self, function: Function[..., Any], instance: Any) -> None:
+        self._function = function
+        self.__self__ = instance
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._function, name)
+
+
+@overload
+def function(fn: Callable[P, R], /) -> Function[P, R]: ...
+
+
+@overload
+def function(
+    fn: None = None,
+    /,
+    *,
+    donate: bool = True,
+    static_argnames: str | Sequence[str] = (),
+    input_signature: Sequence[Any] | None = None,
+    reduce_retracing: bool = False,
+) -> Callable[[Callable[P, R]], Function[P, R]]: ...
+
+
+def function(
+    fn: Any = None,
+    /,
+    *,
+    donate: bool = True,
+    static_argnames: str | Sequence[str] = (),
+    input_signature: Sequence[Any] | None = None,
+    reduce_retracing: bool = False,
+) -> Any:
+    """Trace a Python function into a compiled program that may read and write variables.
+
+    Arrays and Python numbers are traced; bools, strings, None, functions and other objects are static.
+    There is one trace for each combination of shapes, dtypes, static values and context. Bodies may use
+    tapes, `strategy.run`, other traced functions and `px.scan`, `px.cond`, `px.while_loop`.
+
+    Args:
+        fn: the function; without it a decorator is returned.
+        donate: reuse the buffers of variables that the body writes (values that you hold are safe).
+        static_argnames: names of arguments to treat as static although they are numbers.
+        input_signature: one ``jax.ShapeDtypeStruct`` (or pytree of them) per argument; calls are converted
+            to it or refused. None in a shape means any size (each size is a trace of its own).
+        reduce_retracing: let Python numbers and arrays of the same dtype share a trace.
+
+    Raises (from calls):
+        ArgumentTypeError: for an unhashable static argument, or arguments that miss the signature.
+        TracingError: when the body needs the value of a traced array.
+        VariableCreationError: when the body creates variables on every call.
+
+    Example:
+        >>> total = px.Variable(0.0)
+        >>> @px.function
+        ... def add(x):
+        ...     total.assign_add(x)
+        ...     return total.value
+        >>> float(add(2.0)), float(add(3.0)), add.trace_count
+        (2.0, 5.0, 1)
+
+    Semantics follow ``tf.function`` (TensorFlow 2.21); see docs/differences.md.
+    """
+    names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
+    if not all(isinstance(n, str) for n in names):
+        raise ArgumentTypeError(f"static_argnames must be names of arguments, got {static_argnames!r}.")
+    if input_signature is not None and not isinstance(input_signature, (list, tuple)):
+        raise ArgumentTypeError(f"input_signature must be a list with one entry per argument, got {input_signature!r}.")
+    if input_signature is not None and names:
+        raise ArgumentError("input_signature and static_argnames cannot be combined.")
+
+    def decorate(f: Callable[P, R]) -> Function[P, R]:
+        if not callable(f):
+            raise ArgumentTypeError(f"px.function takes a function, got {type(f).__name__} {f!r:.60}.")
+        return Function(
+            f,
+            donate=donate,
+            static_argnames=names,
+            input_signature=input_signature,
+            reduce_retracing=reduce_retracing,
+        )
+
+    return decorate if fn is None else decorate(fn)

@@ -1,0 +1,467 @@
+"""Frames: where a read or a write of a variable goes.
+
+Reading ``w`` means the stored array in eager code, an input of the program in a traced function, one
+replica's component in a replica. A variable never asks which: it asks the top of one thread-local
+stack. An entry of the stack answers two separate questions,
+
+* *where values live*: `EagerFrame` (in the variables), `TraceFrame` (in the program being traced);
+* *what reading and writing mean*: its `Context` (cross-replica, replica, merge).
+
+`ContextFrame` changes the meaning and keeps the place; `TapeFrame` changes neither and is told of
+each read. A new kind of place is a new frame, nothing else.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from phalanx import _jax
+from phalanx.errors import (
+    AggregationRequiredError,
+    AssignmentError,
+    FrozenVariableError,
+    ReplicaDivergenceError,
+    StrategyError,
+    VariableWriteError,
+)
+
+if TYPE_CHECKING:
+    from phalanx.variables import Variable
+
+Op = Literal["assign", "add", "sub"]
+
+
+def apply_op(op: Op, old: Any, value: Any) -> Any:
+    """The new value of a variable that holds `old`."""
+    return value if op == "assign" else old + value if op == "add" else old - value
+
+
+# ---- what reading and writing mean ---------------------------------------------------------------
+
+
+class Context(ABC):
+    """The rules of one kind of place for reading and writing variables."""
+
+    strategy: Any = None
+    """The strategy in effect, or None outside every scope."""
+
+    in_replica = False
+    in_cross_replica = False
+
+    @property
+    @abstractmethod
+    def key(self) -> Hashable:
+        """Traces made under equal keys can be shared."""
+
+    @abstractmethod
+    def read(self, variable: Variable, frame: Frame) -> jax.Array:
+        """What user code sees when it reads the variable."""
+
+    @abstractmethod
+    def assign(self, variable: Variable, value: Any, op: Op, frame: Frame) -> None:
+        """Carry out an update whose value has the variable's shape and dtype."""
+
+    @abstractmethod
+    def initial(self, variable: Variable, value: Any) -> Any:
+        """What is stored for a variable that starts with `value`."""
+
+
+class CrossReplica(Context):
+    """One program for all replicas: a mirrored variable is one value, a per-replica one is merged."""
+
+    def __init__(self, strategy: Any = None) -> None:
+        self.strategy = strategy
+        self.in_cross_replica = strategy is not None
+
+    @property
+    def key(self) -> Hashable:
+        return ("cross-replica", self.strategy and self.strategy.key)
+
+    def read(self, variable: Variable, frame: Frame) -> jax.Array:
+        stored = frame.load(variable)
+        return self.merge(variable, stored) if variable.per_replica else stored
+
+    def assign(self, variable: Variable, value: Any, op: Op, frame: Frame) -> None:
+        refuse_foreign(variable, self.strategy, "assigned")
+        if getattr(value, "is_per_replica", False):
+            self._assign_parts(variable, value, op, frame)
+            return
+        if not variable.per_replica:
+            frame.store(variable, apply_op(op, frame.load(variable) if op != "assign" else None, value))
+            return
+        if op != "assign":
+            if variable.aggregation == "sum":
+                raise AggregationRequiredError(
+                    f"{variable.label} has aggregation 'sum' and one component per replica: adding to it in"
+                    " cross-replica context could mean once or once per replica. Assign the total with"
+                    f" `assign(v.value + x)`, or update it in a replica (strategy.run). At {_jax.user_line()}."
+                )
+            value = apply_op(op, self.read(variable, frame), value)
+        frame.store(variable, self.spread(variable, value))
+
+    def _assign_parts(self, variable: Variable, value: Any, op: Op, frame: Frame) -> None:
+        if not variable.per_replica:
+            raise diverging(variable, "a PerReplica with a part for each replica was assigned")
+        if value.strategy is not variable.strategy or (value.shape, value.dtype) != (variable.shape, variable.dtype):
+            raise AssignmentError(
+                f"{variable.label} has components of shape {variable.shape} and dtype {variable.dtype} on"
+                f" {variable.strategy!r}, got {value!r:.100} of {value.strategy!r} at {_jax.user_line()}."
+            )
+        frame.store(variable, apply_op(op, frame.load(variable) if op != "assign" else None, value.stacked))
+
+    def initial(self, variable: Variable, value: Any) -> Any:
+        # Every component starts with the initial value, also under 'sum' (peer: var_on_read_sum_replica_updates).
+        if not variable.per_replica:
+            return value
+        return jnp.broadcast_to(value[None], (variable.num_components, *value.shape))
+
+    def merge(self, variable: Variable, stored: Any) -> jax.Array:
+        """The one value that stands for all components of a per-replica variable."""
+        if variable.aggregation == "sum":
+            return stored.sum(0, dtype=variable.dtype)
+        if variable.aggregation == "mean":
+            return stored.mean(0, dtype=variable.dtype)
+        self.require_merge(variable)
+        return stored[0]
+
+    def spread(self, variable: Variable, value: Any) -> jax.Array:
+        """The components after an assignment: they merge to `value` again."""
+        n = variable.num_components
+        value = jnp.asarray(value, variable.dtype)
+        if variable.aggregation == "sum" and n > 1:
+            # Rounded toward zero for integers, as in TensorFlow 2.21 (peer: var_on_read_int_sum_cross_assign).
+            value = (value / n).astype(variable.dtype)
+        return jnp.broadcast_to(value[None], (n, *value.shape))
+
+    def require_merge(self, variable: Variable) -> None:
+        """Raise unless the variable says how its components merge."""
+        if variable.aggregation == "none" and variable.num_components > 1:
+            raise AggregationRequiredError(
+                f"{variable.label} has {variable.num_components} components and no aggregation: it has no single"
+                " value outside a replica. Create it with aggregation='sum', 'mean' or 'only_first_replica', or"
+                f" look at `v.components`. Read at {_jax.user_line()}."
+            )
+
+
+def refuse_foreign(variable: Variable, strategy: Any, action: str) -> None:
+    """Raise when a variable of one strategy is used under another."""
+    owner = variable.strategy
+    if owner is not None and strategy is not None and owner is not strategy:
+        raise StrategyError(
+            f"{variable.label} belongs to {owner!r} and is {action} under {strategy!r} at {_jax.user_line()}."
+            " Create the variable in the scope of the strategy that uses it."
+        )
+
+
+# ---- where values live ---------------------------------------------------------------------------
+
+
+class Frame(ABC):
+    """One entry of the stack."""
+
+    parent: Frame | None
+    context: Context
+
+    is_eager = False
+
+    @property
+    def base(self) -> Frame:
+        """The entry below the tapes that were opened on top of it."""
+        return self
+
+    @abstractmethod
+    def load(self, variable: Variable) -> Any:
+        """The stored array: the value, or one component per replica along axis 0."""
+
+    @abstractmethod
+    def type_of(self, variable: Variable) -> Any:
+        """Type of the stored array, without reading it."""
+
+    @abstractmethod
+    def store(self, variable: Variable, stored: Any) -> None:
+        """Replace the stored array."""
+
+    def handed_out(self, variable: Variable) -> None:
+        """User code got hold of the stored array itself."""
+
+    @abstractmethod
+    def created(self, variable: Variable, stored: Any) -> None:
+        """A variable was born here."""
+
+    def note_use(self, strategy: Any) -> None:
+        """A strategy's variables or replicas are part of what runs here."""
+
+    def holds(self, variable: Variable) -> bool:
+        """Whether the variable was read or written here, so that its shape is settled."""
+        return False
+
+
+class EagerFrame(Frame):
+    """The floor: values live in the variables."""
+
+    parent = None
+    is_eager = True
+
+    def __init__(self) -> None:
+        self.context = CrossReplica()
+
+    def load(self, variable: Variable) -> Any:
+        for trace in _jax.trace_chain():
+            if _jax.is_staging(trace):
+                raise frozen(variable, _jax.staged_for(trace))
+        return variable._stored
+
+    def type_of(self, variable: Variable) -> Any:
+        return jax.typeof(variable._stored)
+
+    def store(self, variable: Variable, stored: Any) -> None:
+        refuse_transformations(variable, None)
+        variable._replace(variable._placed(stored))
+
+    def handed_out(self, variable: Variable) -> None:
+        variable._owned = False
+
+    def created(self, variable: Variable, stored: Any) -> None:
+        variable._replace(variable._placed(stored))
+
+
+class TraceFrame(Frame):
+    """The body of a program: reads become its inputs, writes its outputs."""
+
+    def __init__(self, parent: Frame, tracing: _jax.Tracing, context: Context | None = None) -> None:
+        self.parent = parent
+        self.tracing = tracing
+        self.context = context or parent.base.context
+        self.values: dict[Variable, Any] = {}
+        self.captures: dict[Variable, int] = {}
+        """The input of the program that each variable read from outside became."""
+        self.written: dict[Variable, None] = {}
+        self.in_order = False
+        """Whether steps of this program must not overlap (see _traced.in_order)."""
+        self.strategy: Any = None
+        """The strategy whose replicas this program contains."""
+        self.births: list[Variable] = []
+        """Variables that the body created."""
+        self.initial: dict[Variable, Any] = {}
+        """Those of them whose initial value was traced."""
+
+    def holds(self, variable: Variable) -> bool:
+        return variable in self.values
+
+    def note_use(self, strategy: Any) -> None:
+        if strategy is not None:
+            self.in_order |= strategy.in_order
+            self.strategy = strategy
+
+    def type_of(self, variable: Variable) -> Any:
+        if variable in self.values:
+            return jax.typeof(self.values[variable])
+        assert self.parent is not None
+        return self.parent.base.type_of(variable)
+
+    def load(self, variable: Variable) -> Any:
+        for trace in _jax.trace_chain():
+            if trace is self.tracing.trace:
+                break
+            if _jax.is_staging(trace) and _jax.staged_for(trace) == "jit":
+                raise frozen(variable, "jit")
+        if variable not in self.values:
+            self.note_use(variable.strategy)
+            self.captures[variable] = len(self.tracing.inputs)
+            self.values[variable] = self.tracing.input(self.type_of(variable))
+        return self.values[variable]
+
+    def store(self, variable: Variable, stored: Any) -> None:
+        refuse_transformations(variable, self.tracing.trace)
+        self.values[variable] = stored
+        self.written[variable] = None
+
+    def created(self, variable: Variable, stored: Any) -> None:
+        self.births.append(variable)
+        if _jax.is_tracer(stored):
+            self.values[variable] = stored
+            self.initial[variable] = stored
+        else:
+            with lifted_out():
+                variable._replace(variable._placed(stored))
+            if self.parent is not None and not self.parent.base.is_eager:
+                self.parent.base.created(variable, stored)
+
+
+class ContextFrame(Frame):
+    """The same place with other rules: a strategy's scope, a merge step."""
+
+    def __init__(self, parent: Frame, context: Context) -> None:
+        self.parent = parent
+        self.context = context
+        self.place = parent.base
+
+    def load(self, variable: Variable) -> Any:
+        return self.place.load(variable)
+
+    def type_of(self, variable: Variable) -> Any:
+        return self.place.type_of(variable)
+
+    def store(self, variable: Variable, stored: Any) -> None:
+        self.place.store(variable, stored)
+
+    def handed_out(self, variable: Variable) -> None:
+        self.place.handed_out(variable)
+
+    def created(self, variable: Variable, stored: Any) -> None:
+        self.place.created(variable, stored)
+
+    def note_use(self, strategy: Any) -> None:
+        self.place.note_use(strategy)
+
+    def holds(self, variable: Variable) -> bool:
+        return self.place.holds(variable)
+
+    @property
+    def is_eager(self) -> bool:  # type: ignore[override]
+        return self.place.is_eager
+
+
+class TapeFrame(ContextFrame):
+    """The same place under the same rules, with a tape that is told of each read."""
+
+    def __init__(self, parent: Frame, on_read: Callable[[Any, Any], Any]) -> None:
+        super().__init__(parent, parent.base.context)
+        self.on_read = on_read
+
+    @property
+    def base(self) -> Frame:
+        return self.place
+
+
+def frozen(variable: Variable, purpose: str) -> FrozenVariableError:
+    """The error for a read that would become a constant of a compiled program."""
+    return FrozenVariableError(
+        f"{variable.label} is read inside a program that jax.{purpose} is tracing, at {_jax.user_line()}: its"
+        " present value would be baked in and later assignments would go unseen. Use px.function instead of"
+        " jax.jit (px.scan, px.cond, px.while_loop instead of jax.lax's), or pass `v.value` as an argument."
+    )
+
+
+def refuse_transformations(variable: Variable, floor: Any) -> None:
+    """Raise when a write would be lost or traced more than once: only tapes may stand in between."""
+    for trace in _jax.trace_chain():
+        if trace is floor:
+            return
+        if not isinstance(trace, _jax.OperationTrace):
+            kind = _jax.staged_for(trace) if _jax.is_staging(trace) else type(trace).__name__.removesuffix("Trace")
+            raise VariableWriteError(
+                f"{variable.label} is assigned inside a JAX transformation ({kind}) at {_jax.user_line()}, which"
+                " cannot carry the update out. Return the new value and assign it outside; in loops and branches"
+                " use px.scan, px.while_loop and px.cond; for gradients use px.GradientTape."
+            )
+
+
+# ---- the stack -----------------------------------------------------------------------------------
+
+
+class _Stack(threading.local):
+    def __init__(self) -> None:
+        self.top: Frame = EagerFrame()
+
+
+_stack = _Stack()
+
+
+def top() -> Frame:
+    """The frame that reads and writes of this thread go to."""
+    return _stack.top
+
+
+def context() -> Context:
+    """The rules in effect in this thread."""
+    return _stack.top.context
+
+
+@contextmanager
+def pushed(frame: Frame) -> Iterator[None]:
+    """Put a frame on top of the stack for the length of the block."""
+    before = _stack.top
+    _stack.top = frame
+    try:
+        yield
+    finally:
+        _stack.top = before
+
+
+def set_top(frame: Frame) -> None:
+    """For tapes, which may be closed in another order than they were opened."""
+    _stack.top = frame
+
+
+@contextmanager
+def lifted_out() -> Iterator[None]:
+    """Run the block eagerly, out of every function and replica that is being traced around it."""
+    strategy = context().strategy
+    frame = EagerFrame()
+    frame.context = CrossReplica(strategy)
+    # New arrays belong on the strategy's devices from the start, not on JAX's default one.
+    device = nullcontext() if strategy is None else jax.default_device(strategy.devices[0])
+    with _jax.outside_traces(), pushed(frame), device:
+        yield
+
+
+def read(variable: Variable) -> jax.Array:
+    """The variable's value here and now; active tapes are told."""
+    frame = _stack.top
+    base = frame.base
+    value = base.context.read(variable, base)
+    if not variable.per_replica:
+        base.handed_out(variable)
+    return _tell_tapes(frame, variable, value)
+
+
+def load_for_call(variable: Variable) -> Any:
+    """The stored array as an input of a program that is called here; active tapes are told."""
+    frame = _stack.top
+    stored = frame.base.load(variable)
+    if not _jax.is_eager():
+        frame.base.handed_out(variable)
+    return _tell_tapes(frame, variable, stored)
+
+
+def _tell_tapes(frame: Frame, variable: Variable, value: Any) -> Any:
+    """Outermost tape first; frames below a function's body are told when the function is called."""
+    if not isinstance(frame, ContextFrame):
+        return value
+    assert frame.parent is not None
+    value = _tell_tapes(frame.parent, variable, value)
+    return frame.on_read(variable, value) if isinstance(frame, TapeFrame) else value
+
+
+def assign(variable: Variable, value: Any, op: Op) -> None:
+    """Update the variable by the rules of the place we are in."""
+    base = _stack.top.base
+    base.context.assign(variable, value, op, base)
+
+
+def create(variable: Variable, value: Any) -> None:
+    """Give a new variable its initial value."""
+    base = _stack.top.base
+    if _jax.is_tracer(value):
+        base.created(variable, base.context.initial(variable, value))
+    else:
+        with lifted_out():
+            stored = context().initial(variable, value)
+        base.created(variable, stored)
+
+
+def diverging(variable: Variable, what: str) -> ReplicaDivergenceError:
+    """The error for an assignment that would leave a mirrored variable with unequal components."""
+    return ReplicaDivergenceError(
+        f"{variable.label} is mirrored: all replicas must hold the same value, but {what} at {_jax.user_line()}."
+        " Reduce it first with strategy.reduce('sum' or 'mean', value), or create the variable with"
+        " synchronization='on_read' to give each replica its own."
+    )

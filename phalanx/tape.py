@@ -1,0 +1,499 @@
+"""`GradientTape`: reverse-mode differentiation of code that runs as it is written.
+
+Values are plain ``jax.Array``s. Entering a tape makes a trace of our own JAX's current one: each
+operation comes by, is run on the trace below, and is recorded under the identity of its inputs and
+outputs when it is reached from something watched. `gradient` walks the records backwards.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from phalanx import _jax, state
+from phalanx._linearize import Linearized, linearize
+from phalanx.errors import ArgumentError, ArgumentTypeError, TapeError
+from phalanx.variables import Component, Variable
+
+Unconnected = Literal["none", "zero"]
+
+
+class OpenTape(ABC):
+    """A place on the frame stack and among JAX's traces; may be left in any order."""
+
+    active = False
+    recording = True
+
+    def open(self) -> None:
+        """Record the operations of this thread from now on."""
+        self.active = self.recording = True
+        self._thread = threading.get_ident()
+        self._trace = _jax.OperationTrace(_jax.current_trace(), self)
+        self._frame = state.TapeFrame(state.top(), self.on_read)
+        _jax.set_trace(self._trace)
+        state.set_top(self._frame)
+
+    def close(self) -> None:
+        """Stop recording. A tape that others were opened on top of stays, silent, until they close."""
+        if not self.active:
+            return
+        if threading.get_ident() != self._thread:
+            raise TapeError("A tape must be closed by the thread that opened it.")
+        self.active = False
+        # The trace and the frame may outlive the tape; without these references it is freed at once.
+        self._trace.observer = _SILENT
+        self._frame.on_read = _unchanged
+        _jax.set_trace(_live(_jax.current_trace()))
+        frame: Any = state.top()
+        while isinstance(frame, state.TapeFrame) and frame.on_read is _unchanged:
+            frame = frame.parent
+        state.set_top(frame)
+        del self._trace, self._frame
+
+    @contextmanager
+    def silenced(self) -> Iterator[None]:
+        """Operations in the block go to what lies below the tape."""
+        if not self.active:
+            yield
+            return
+        with _jax.using_trace(_live(self._trace.parent_trace)):
+            yield
+
+    # Called by the trace and the frame.
+
+    @abstractmethod
+    def wants(self, args: list[Any]) -> bool:
+        """Whether an operation on these values is to be recorded."""
+
+    @abstractmethod
+    def observe(self, operation: _jax.Operation, args: list[Any]) -> list[Any]:
+        """Run the operation and record it."""
+
+    @abstractmethod
+    def on_read(self, variable: Any, value: Any) -> Any:
+        """A variable was read as `value`; the value to go on with."""
+
+
+class _Silent:
+    """Stands in for a closed tape in a trace that is still part of the chain."""
+
+    def wants(self, args: list[Any]) -> bool:
+        return False
+
+
+_SILENT = _Silent()
+
+
+def _unchanged(variable: Any, value: Any) -> Any:
+    return value
+
+
+def _live(trace: Any) -> Any:
+    while isinstance(trace, _jax.OperationTrace) and trace.observer is _SILENT:
+        trace = trace.parent_trace
+    return trace
+
+
+class GradientTape(OpenTape):
+    """Records operations so that gradients of their results can be asked for.
+
+    Trainable variables are watched when they are read; other arrays by `watch`. Works in eager code,
+    in `px.function`, in replicas (gradients are local to the replica), inside and around JAX's own
+    transformations, and nested for higher derivatives.
+
+    Args:
+        persistent: allow several calls of `gradient`; records are kept until the tape goes.
+        watch_accessed_variables: watch trainable variables when they are read.
+
+    Example:
+        >>> w = px.Variable(3.0)
+        >>> with px.GradientTape() as tape:
+        ...     loss = w * w
+        >>> float(tape.gradient(loss, w))
+        6.0
+
+    Semantics follow ``tf.GradientTape`` (TensorFlow 2.21); see docs/differences.md.
+    """
+
+    def __init__(self, persistent: bool = False, watch_accessed_variables: bool = True) -> None:
+        super().__init__()
+        for value, label in ((persistent, "persistent"), (watch_accessed_variables, "watch_accessed_variables")):
+            if not isinstance(value, bool):
+                raise ArgumentTypeError(f"GradientTape: {label} must be True or False, got {value!r}.")
+        self._persistent = persistent
+        self._watch_variables = watch_accessed_variables
+        self._used = False
+        self._clear()
+
+    def _clear(self) -> None:
+        self._records: list[_Record] = []
+        self._known: dict[int, Any] = {}
+        """Values that gradients can flow through, by identity (and kept, so that ids stay theirs)."""
+        self._variables: dict[Variable, list[Any]] = {}
+        """Each watched variable with its reads: (stored value, what the reader got)."""
+
+    def __enter__(self) -> GradientTape:
+        if self.active:
+            raise TapeError("This tape is already recording; use one `with` block at a time.")
+        if self._used and not self._persistent:
+            raise TapeError("This tape has given its gradient. Make a new one, or use persistent=True.")
+        if not self._used:
+            self._clear()
+        self.open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- what is watched ----
+
+    def watch(self, value: Any) -> None:
+        """Watch an array, a variable, or a pytree of them (integers have no gradient and are passed over).
+
+        Raises:
+            TapeError: when the tape is not recording.
+            ArgumentTypeError: for something that is not an array.
+        """
+        if not self.active:
+            raise TapeError("watch was called on a tape that is not recording; call it inside the `with` block.")
+        for leaf in jax.tree.leaves(value, is_leaf=_is_source):
+            if isinstance(leaf, Variable):
+                self._variables.setdefault(leaf, [])
+            elif isinstance(leaf, jax.Array):
+                if _differentiable(leaf):
+                    self._known[id(leaf)] = leaf
+                else:
+                    warnings.warn(f"watch: a value of dtype {leaf.dtype} has no gradient", stacklevel=2)
+            else:
+                raise ArgumentTypeError(
+                    f"watch takes jax arrays and variables, got {type(leaf).__name__}. Convert it with jnp.asarray"
+                    " and use that array in the computation."
+                )
+
+    def watched_variables(self) -> tuple[Variable, ...]:
+        """The variables that were read or watched, in that order."""
+        return tuple(self._variables)
+
+    @contextmanager
+    def stop_recording(self) -> Iterator[None]:
+        """Operations in the block are not recorded.
+
+        Example:
+            >>> w = px.Variable(3.0)
+            >>> with px.GradientTape() as tape:
+            ...     y = w * w
+            ...     with tape.stop_recording():
+            ...         z = w * y
+            >>> float(tape.gradient(y, w))
+            6.0
+        """
+        if not self.active:
+            raise TapeError("stop_recording was called on a tape that is not recording.")
+        before, self.recording = self.recording, False
+        try:
+            yield
+        finally:
+            self.recording = before
+
+    def reset(self) -> None:
+        """Forget everything recorded and watched so far."""
+        self._clear()
+        self._used = False
+
+    # ---- recording ----
+
+    def wants(self, args: list[Any]) -> bool:
+        if not (self.active and self.recording):
+            return False
+        known = self._known
+        return any(id(x) in known for x in args)
+
+    def observe(self, operation: _jax.Operation, args: list[Any]) -> list[Any]:
+        known = self._known
+        mask = tuple(id(x) in known for x in args)
+        result = linearize(operation, args, mask)
+        outs = list(result.outs)
+        for position in result.differentiable:
+            if any(outs[position] is x for x in args) or id(outs[position]) in known:
+                outs[position] = _jax.alias(outs[position])
+            known[id(outs[position])] = outs[position]
+        if result.differentiable:
+            sources = [x for x, watched in zip(args, mask) if watched]
+            self._records.append(_Record(result, sources, [outs[i] for i in result.differentiable]))
+        return outs
+
+    def on_read(self, variable: Any, value: Any) -> Any:
+        if not (self.active and self.recording):
+            return value
+        if variable not in self._variables and not (self._watch_variables and variable.trainable):
+            return value
+        if not _differentiable(value):
+            self._variables.setdefault(variable, [])
+            return value
+        seen = self._variables.setdefault(variable, [])
+        if seen and seen[-1][0] is value:
+            return seen[-1][1]
+        fresh = value
+        with self.silenced():
+            if _jax.in_replica_trace() and not _jax.varies(value):
+                # Typed as varying, or JAX would give the gradient summed over the replicas.
+                fresh = _jax.lift(value)
+            elif id(value) in self._known:
+                # The array has a history or another owner: the variable is where its gradient ends.
+                fresh = _jax.alias(value)
+        seen.append((value, fresh))
+        self._known[id(fresh)] = fresh
+        return fresh
+
+    # ---- gradients ----
+
+    def gradient(
+        self,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        unconnected_gradients: Unconnected = "none",
+    ) -> Any:
+        """The gradient of `target` with respect to `sources`.
+
+        Args:
+            target: array or pytree of arrays; what is not a scalar counts as its sum.
+            sources: variable, array or pytree of them.
+            output_gradients: a factor for each target, of its shape (default: ones).
+            unconnected_gradients: what to give for a source that the target does not depend on: ``"none"``
+                (None) or ``"zero"``.
+
+        Returns:
+            The gradients in the structure of `sources`. In a replica they are the gradients of this
+            replica's own target: all-reduce them, or let `px.Optimizer` do it.
+
+        Raises:
+            TapeError: on a second call, unless the tape is persistent; where JAX has no reverse mode.
+            ArgumentError: when an output gradient has the wrong shape.
+
+        Example:
+            >>> w, b = px.Variable([1.0, 2.0]), px.Variable(0.0)
+            >>> with px.GradientTape() as tape:
+            ...     y = (w * w).sum()
+            >>> tape.gradient(y, {"w": w, "b": b})
+            {'b': None, 'w': Array([2., 4.], dtype=float32)}
+        """
+        if unconnected_gradients not in ("none", "zero"):
+            raise ArgumentError(f"unconnected_gradients must be 'none' or 'zero', got {unconnected_gradients!r}.")
+        targets = _targets(target)
+        seeds = _seeds(targets, target, output_gradients)
+        leaves, structure = _sources(sources)
+        with self._differentiating():
+            grads = self._backward(targets, seeds, leaves)
+            grads = [_finish(g, s, unconnected_gradients) for g, s in zip(grads, leaves)]
+        return jax.tree.unflatten(structure, grads)
+
+    def jacobian(
+        self, target: jax.Array, sources: Any, unconnected_gradients: Unconnected = "none"
+    ) -> Any:
+        """All first derivatives: for each source an array of shape ``target.shape + source.shape``.
+
+        Args:
+            target: array.
+            sources: as in `gradient`.
+            unconnected_gradients: as in `gradient`.
+
+        Raises:
+            TapeError: as in `gradient`.
+
+        Example:
+            >>> x = px.Variable([1.0, 2.0])
+            >>> with px.GradientTape() as tape:
+            ...     y = x * x
+            >>> tape.jacobian(y, x)
+            Array([[2., 0.],
+                   [0., 4.]], dtype=float32)
+        """
+        (array,) = _single(target, "jacobian")
+        leaves, structure = _sources(sources)
+        with self._differentiating():
+            basis = jnp.eye(array.size, dtype=array.dtype).reshape(array.size, *array.shape)
+            rows = self._batched_backward(array, basis, leaves)
+            grads = [
+                _finish(None if r is None else r.reshape(*array.shape, *_shape(s)), s, unconnected_gradients, array.shape)
+                for r, s in zip(rows, leaves)
+            ]
+        return jax.tree.unflatten(structure, grads)
+
+    def batch_jacobian(
+        self, target: jax.Array, source: jax.Array, unconnected_gradients: Unconnected = "none"
+    ) -> jax.Array | None:
+        """Per-example derivatives, for row-wise computations: shape ``(batch, *target_row, *source_row)``.
+
+        Args:
+            target: array of shape ``(batch, ...)`` whose row i depends on row i of `source` alone.
+            source: array of shape ``(batch, ...)``.
+            unconnected_gradients: as in `gradient`.
+
+        Raises:
+            ArgumentError: when the first dimensions differ.
+            TapeError: as in `gradient`.
+        """
+        (array,) = _single(target, "batch_jacobian")
+        leaves, _ = _sources(source)
+        shape = _shape(leaves[0]) if len(leaves) == 1 else None
+        if not shape or not array.ndim or array.shape[0] != shape[0]:
+            raise ArgumentError(
+                f"batch_jacobian: target and source need the same first dimension, got shapes {array.shape} and {shape}."
+            )
+        with self._differentiating():
+            row = array.size // array.shape[0] if array.shape[0] else 1
+            basis = jnp.eye(row, dtype=array.dtype).reshape(row, 1, *array.shape[1:])
+            basis = jnp.broadcast_to(basis, (row, *array.shape))
+            (rows,) = self._batched_backward(array, basis, leaves)
+            if rows is not None:
+                rows = jnp.moveaxis(rows, 0, 1).reshape(shape[0], *array.shape[1:], *shape[1:])
+            full = (shape[0], *array.shape[1:], *shape[1:])
+            return rows if rows is not None or unconnected_gradients == "none" else jnp.zeros(full, array.dtype)
+
+    @contextmanager
+    def _differentiating(self) -> Iterator[None]:
+        if self._used and not self._persistent:
+            raise TapeError(
+                "This tape has given its gradient and let go of its records. Use GradientTape(persistent=True) to ask"
+                " several times."
+            )
+        self._used = True
+        if not self._persistent:
+            self.close()
+        yield
+        if not self._persistent:
+            self._records, self._known = [], {}
+            self._variables = {variable: [] for variable in self._variables}
+
+    def _batched_backward(self, target: Any, basis: Any, sources: list[Any]) -> list[Any]:
+        def rows(seed: Any) -> list[Any]:
+            return self._backward([target], [seed], sources)
+
+        if not _differentiable(target):
+            return [None] * len(sources)
+        return list(jax.vmap(rows)(basis))
+
+    def _backward(self, targets: list[Any], seeds: list[Any], sources: list[Any]) -> list[Any]:
+        cotangents: dict[int, Any] = {}
+        for target, seed in zip(targets, seeds):
+            if _differentiable(target) and seed is not None:
+                _accumulate(cotangents, target, seed)
+        keep = {id(value) for source in sources for value in self._values_of(source)}
+        for record in reversed(self._records):
+            if any(id(out) in cotangents for out in record.outs):
+                cts = [cotangents.get(id(out)) if id(out) in keep else cotangents.pop(id(out), None) for out in record.outs]
+                for source, ct in zip(record.sources, record.linearized.pull(cts)):
+                    if ct is not None:
+                        _accumulate(cotangents, source, ct)
+        return [self._collect(cotangents, source) for source in sources]
+
+    def _values_of(self, source: Any) -> list[Any]:
+        if isinstance(source, Component):
+            return self._values_of(source.container) if source.replica_id == 0 else []
+        if isinstance(source, Variable):
+            return [fresh for _, fresh in self._variables.get(source, [])]
+        return [source]
+
+    def _collect(self, cotangents: dict[int, Any], source: Any) -> Any:
+        total = None
+        for value in self._values_of(source):
+            ct = cotangents.get(id(value))
+            total = ct if total is None else total if ct is None else total + ct
+        return total
+
+
+class _Record:
+    """One operation: how cotangents of its outputs become cotangents of its watched inputs."""
+
+    __slots__ = ("linearized", "outs", "sources")
+
+    def __init__(self, linearized: Linearized, sources: list[Any], outs: list[Any]) -> None:
+        self.linearized = linearized
+        self.sources = sources
+        self.outs = outs
+
+
+def _accumulate(cotangents: dict[int, Any], value: Any, ct: Any) -> None:
+    before = cotangents.get(id(value))
+    cotangents[id(value)] = ct if before is None else jax.lax.add(*_same_kind(before, ct))
+
+
+def _same_kind(a: Any, b: Any) -> tuple[Any, Any]:
+    if _jax.varies(a) != _jax.varies(b):
+        return _jax.lift(a), _jax.lift(b)
+    return a, b
+
+
+def _differentiable(value: Any) -> bool:
+    return jnp.issubdtype(value.dtype, jnp.inexact)
+
+
+def _is_source(value: Any) -> bool:
+    return isinstance(value, (Variable, Component))
+
+
+def _targets(target: Any) -> list[Any]:
+    leaves = jax.tree.leaves(target, is_leaf=_is_source)
+    for leaf in leaves:
+        if not isinstance(leaf, (jax.Array, Variable, Component)):
+            raise ArgumentTypeError(
+                f"the target of a gradient must be an array that the tape recorded, got {type(leaf).__name__}"
+                f" {leaf!r:.60}."
+            )
+    return [leaf.value if _is_source(leaf) else leaf for leaf in leaves]
+
+
+def _single(target: Any, caller: str) -> list[Any]:
+    targets = _targets(target)
+    if len(targets) != 1:
+        raise ArgumentError(f"{caller} takes one target array, got a structure of {len(targets)}.")
+    return targets
+
+
+def _sources(sources: Any) -> tuple[list[Any], Any]:
+    leaves, structure = jax.tree.flatten(sources, is_leaf=_is_source)
+    for leaf in leaves:
+        if not isinstance(leaf, (jax.Array, Variable, Component)):
+            raise ArgumentTypeError(
+                f"a source of a gradient must be a variable or a jax array, got {type(leaf).__name__} {leaf!r:.60}."
+                " Watch jnp.asarray(value) and use that array in the computation."
+            )
+    return leaves, structure
+
+
+def _seeds(targets: list[Any], target: Any, output_gradients: Any) -> list[Any]:
+    if output_gradients is None:
+        return [jnp.ones(t.shape, t.dtype) if _differentiable(t) else None for t in targets]
+    structure = jax.tree.structure(target, is_leaf=_is_source)
+    try:
+        given = structure.flatten_up_to(output_gradients)
+    except (ValueError, TypeError) as error:
+        raise ArgumentError(f"output_gradients must have the structure of the target, {structure}.") from error
+    seeds: list[Any] = []
+    for t, g in zip(targets, given):
+        seed = jnp.ones(t.shape, t.dtype) if g is None else jnp.asarray(g.value if _is_source(g) else g)
+        if seed.shape != t.shape:
+            raise ArgumentError(f"output_gradients: got shape {seed.shape} for a target of shape {t.shape}.")
+        seeds.append(seed.astype(t.dtype) if _differentiable(t) else None)
+    return seeds
+
+
+def _shape(source: Any) -> tuple[int, ...]:
+    return tuple(source.shape)
+
+
+def _finish(grad: Any, source: Any, unconnected: Unconnected, prefix: Sequence[int] = ()) -> Any:
+    if grad is None:
+        return jnp.zeros((*prefix, *_shape(source)), source.dtype) if unconnected == "zero" else None
+    return grad

@@ -1,0 +1,548 @@
+"""`Variable`: one value that programs read and update, on however many replicas."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, cast, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike, DTypeLike
+
+from phalanx import _jax, state
+from phalanx.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    AssignmentError,
+    StrategyError,
+    VariableCreationError,
+)
+
+Aggregation = Literal["none", "sum", "mean", "only_first_replica"]
+Synchronization = Literal["auto", "on_write", "on_read"]
+InitialValue = ArrayLike | Callable[[], ArrayLike]
+
+
+class Variable:
+    """A value that programs read and update; under a strategy every replica holds it.
+
+    A *mirrored* variable (the default) has one value, kept equal on all replicas. A *per-replica*
+    variable (``synchronization="on_read"``) has one component per replica, which are merged by
+    `aggregation` when the variable is read outside a replica. It can be used wherever JAX takes an array.
+
+    Args:
+        initial_value: array, number, nested list, or a function without arguments that returns one
+            (called once, outside every trace). Any shape.
+        trainable: whether tapes watch it on their own. Default: True, and False for ``"on_read"``.
+        name: for messages and checkpoints. Default: ``"Variable"``.
+        dtype: dtype of the value. Default: that of `initial_value` (Python floats: float32).
+        synchronization: ``"on_write"`` (mirrored, the same as ``"auto"``) or ``"on_read"`` (per replica).
+        aggregation: how different values from the replicas merge: ``"none"``, ``"sum"``, ``"mean"`` or
+            ``"only_first_replica"``.
+        constraint: a function from array to array for optimizers to apply after an update; `assign`
+            does not apply it.
+
+    Raises:
+        ArgumentError: for an unknown option, or ``"mean"`` on a dtype that is not floating.
+        ArgumentTypeError: when `initial_value` is not numeric.
+        VariableCreationError: when the initial value depends on a JAX transformation around the call.
+
+    Example:
+        >>> w = px.Variable([1.0, 2.0], name="w")
+        >>> w.assign_add([1.0, 1.0])
+        Variable(name='w', shape=(2,), dtype=float32, value=[2. 3.])
+        >>> float((w * w).sum())
+        13.0
+
+    Semantics follow ``tf.Variable`` under ``tf.distribute`` (TensorFlow 2.21); see docs/differences.md.
+    """
+
+    __array_priority__ = 1000
+
+    _stored: Any
+    _owned: bool
+
+    def __init__(
+        self,
+        initial_value: InitialValue,
+        *,
+        trainable: bool | None = None,
+        name: str | None = None,
+        dtype: DTypeLike | None = None,
+        synchronization: Synchronization = "auto",
+        aggregation: Aggregation = "none",
+        constraint: Callable[[jax.Array], jax.Array] | None = None,
+    ) -> None:
+        self._check_options(trainable, name, synchronization, aggregation, constraint)
+        self.name = name or "Variable"
+        self.trainable = (synchronization != "on_read") if trainable is None else trainable
+        self.synchronization: Synchronization = synchronization
+        self.aggregation: Aggregation = aggregation
+        self.constraint = constraint
+        self.strategy: Any = state.context().strategy
+        self._stored = None
+        self._owned = False
+        self._created_at = _jax.user_line()
+        value = self._initial(initial_value, dtype)
+        self.shape: tuple[int, ...] = tuple(value.shape)
+        self.dtype: np.dtype[Any] = value.dtype
+        if aggregation == "mean" and not jnp.issubdtype(self.dtype, jnp.inexact):
+            raise ArgumentError(
+                f"{self.label}: aggregation='mean' needs a floating or complex dtype, got {self.dtype}. Use 'sum' or"
+                " 'only_first_replica', or give dtype='float32'."
+            )
+        state.create(self, value)
+        if self.strategy is not None:
+            self.strategy.register(self)
+
+    @staticmethod
+    def _check_options(trainable: Any, name: Any, synchronization: Any, aggregation: Any, constraint: Any) -> None:
+        for given, label, known in (
+            (synchronization, "synchronization", get_args(Synchronization)),
+            (aggregation, "aggregation", get_args(Aggregation)),
+        ):
+            if given not in known:
+                raise ArgumentError(f"{label} must be one of {', '.join(map(repr, known))}, got {given!r}.")
+        if trainable is not None and not isinstance(trainable, bool):
+            raise ArgumentTypeError(f"trainable must be True, False or None, got {trainable!r}.")
+        if name is not None and not isinstance(name, str):
+            raise ArgumentTypeError(f"name must be a string, got {name!r}.")
+        if constraint is not None and not callable(constraint):
+            raise ArgumentTypeError(f"constraint must be a function from array to array, got {constraint!r}.")
+
+    def _initial(self, initial_value: Any, dtype: Any) -> jax.Array:
+        if callable(initial_value) and not isinstance(initial_value, Variable):
+            with state.lifted_out():
+                return self._initial(initial_value(), dtype)
+        if isinstance(initial_value, Variable):
+            initial_value = initial_value.value
+        if dtype is not None:
+            try:
+                dtype = jnp.dtype(dtype)
+            except TypeError as error:
+                raise ArgumentTypeError(f"{self.label}: {dtype!r} is not a dtype.") from error
+        if _jax.is_tracer(initial_value):
+            if state.top().base.is_eager:
+                raise VariableCreationError(
+                    f"{self.label} is created at {self._created_at} from a value that belongs to a JAX"
+                    " transformation. Create it outside, or give its initial value as a function without arguments."
+                )
+            return cast(jax.Array, initial_value.astype(dtype or initial_value.dtype))
+        array = to_array(self.label, "initial_value", initial_value)
+        if dtype is not None and isinstance(initial_value, (bool, int, float, complex, list, tuple)):
+            check_kind(self.label, array.dtype, dtype, "initial_value")
+        with state.lifted_out():
+            if isinstance(array, jax.Array):
+                return array.astype(dtype or array.dtype)
+            if dtype is None and not isinstance(initial_value, (np.ndarray, np.generic)):
+                dtype = jnp.result_type(_weak_type_of(array.dtype))
+            # A copy: on a CPU JAX may share memory with NumPy, whose owner can write to it.
+            return jnp.array(array, dtype)
+
+    # ---- reading ----
+
+    @property
+    def value(self) -> jax.Array:
+        """The value here and now, a plain ``jax.Array``; later updates never change it.
+
+        Raises:
+            FrozenVariableError: inside a raw ``jax.jit``.
+            AggregationRequiredError: outside a replica, for components without an aggregation.
+        """
+        return state.read(self)
+
+    def read_value(self) -> jax.Array:
+        """The same as `value`, under TensorFlow's name."""
+        return self.value
+
+    def numpy(self) -> np.ndarray[Any, Any]:
+        """The value as a NumPy array (eager code only)."""
+        return np.asarray(self)
+
+    @property
+    def per_replica(self) -> bool:
+        """Whether each replica has a value of its own."""
+        return self.synchronization == "on_read"
+
+    @property
+    def num_components(self) -> int:
+        """How many replicas hold the variable."""
+        return 1 if self.strategy is None else cast(int, self.strategy.num_replicas)
+
+    @property
+    def components(self) -> tuple[Component, ...]:
+        """Each replica's copy, in replica order.
+
+        Raises:
+            StrategyError: in a replica, which sees its own component only.
+        """
+        if state.context().in_replica:
+            raise StrategyError(
+                f"{self.label}: components can be looked at outside a replica only; in a replica read `v.value`."
+            )
+        return tuple(Component(self, i) for i in range(self.num_components))
+
+    # ---- updates ----
+
+    def assign(self, value: ArrayLike) -> Variable:
+        """Set the value; in a replica, merged over the replicas by `aggregation`.
+
+        Args:
+            value: shape and dtype of the variable (Python numbers and NumPy arrays are converted when
+                their kind allows it; there is no broadcasting).
+
+        Returns:
+            The variable itself.
+
+        Raises:
+            AssignmentError: for another shape or dtype.
+            AggregationRequiredError: in a replica, when the value may differ between the replicas and
+                the aggregation is ``"none"``.
+            VariableWriteError: inside ``jax.grad``, ``jax.vmap`` and the like.
+
+        Example:
+            >>> v = px.Variable(0.0)
+            >>> float(v.assign(2.0).value)
+            2.0
+        """
+        state.assign(self, self._fit(value), "assign")
+        return self
+
+    def assign_add(self, value: ArrayLike) -> Variable:
+        """Add `value`; otherwise as `assign` (in a replica the increments are merged)."""
+        state.assign(self, self._fit(value, arithmetic="add to"), "add")
+        return self
+
+    def assign_sub(self, value: ArrayLike) -> Variable:
+        """Subtract `value`; otherwise as `assign_add`."""
+        state.assign(self, self._fit(value, arithmetic="subtract from"), "sub")
+        return self
+
+    @property
+    def at(self) -> _Updates:
+        """Indexed updates that change the variable: ``v.at[i].add(x)``, also set, multiply, divide, min, max.
+
+        Example:
+            >>> v = px.Variable([1.0, 2.0, 3.0])
+            >>> v.at[1].add(10.0).numpy()
+            array([ 1., 12.,  3.], dtype=float32)
+        """
+        return _Updates(self)
+
+    def _fit(self, value: Any, arithmetic: str | None = None) -> Any:
+        """`value` as an array of this variable's shape and dtype, or an AssignmentError."""
+        if arithmetic and self.dtype == np.bool_:
+            raise AssignmentError(f"{self.label}: cannot {arithmetic} a bool variable; use assign.")
+        if is_per_replica(value):
+            return value
+        if isinstance(value, (Variable, Component)):
+            value = value.value
+        array = to_array(self.label, "value", value)
+        if tuple(array.shape) != self.shape:
+            raise AssignmentError(
+                f"{self.label} has shape {self.shape}, got a value of shape {tuple(array.shape)} at"
+                f" {_jax.user_line()}. There is no broadcasting in assignments: use jnp.broadcast_to."
+            )
+        if array.dtype == self.dtype:
+            return array if isinstance(array, jax.Array) else jnp.array(array)
+        check_kind(self.label, array.dtype, self.dtype, "value", exact=_is_strong(array))
+        if isinstance(array, jax.Array):
+            return array.astype(self.dtype)
+        return jnp.array(array, self.dtype)
+
+    def _placed(self, stored: Any) -> Any:
+        """`stored` on the devices of the variable's strategy."""
+        return stored if self.strategy is None else self.strategy.place(stored, per_replica=self.per_replica)
+
+    def _replace(self, stored: Any, owned: bool = False) -> None:
+        self._stored = stored
+        self._owned = owned
+
+    # ---- as an array ----
+
+    def __jax_array__(self) -> jax.Array:
+        return self.value
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        return np.asarray(self.value, dtype)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or not hasattr(jax.Array, name):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.value, name)
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    def __len__(self) -> int:
+        return len(self.value)
+
+    def __iter__(self) -> Iterator[jax.Array]:
+        return iter(self.value)
+
+    def __getitem__(self, index: Any) -> jax.Array:
+        return self.value[index]
+
+    def __bool__(self) -> bool:
+        return bool(self.value)
+
+    def __float__(self) -> float:
+        return float(self.value)
+
+    def __int__(self) -> int:
+        return int(self.value)
+
+    def __complex__(self) -> complex:
+        return complex(self.value)
+
+    def __index__(self) -> int:
+        return operator.index(self.value)
+
+    def __format__(self, spec: str) -> str:
+        return format(self.value if spec else repr(self), spec)
+
+    __hash__ = object.__hash__
+
+    # ---- as a Python object ----
+
+    @property
+    def label(self) -> str:
+        """How messages call this variable."""
+        return f"Variable {self.name!r}"
+
+    def __repr__(self) -> str:
+        where = "" if self.strategy is None else f", {'per replica' if self.per_replica else 'mirrored'}"
+        where += f" x{self.num_components}" if where else ""
+        return f"Variable(name={self.name!r}, shape={self.shape}, dtype={self.dtype}{where}, value={self._short()})"
+
+    def _short(self) -> str:
+        stored = self._stored
+        if stored is None:
+            return "<not initialised>"
+        if self.per_replica and self.num_components == 1:
+            stored = stored[0]
+        try:
+            with state.lifted_out(), np.printoptions(threshold=6, edgeitems=2, precision=4):
+                return " ".join(str(np.asarray(stored)).split())
+        except Exception:  # a repr must not fail: buffers may be gone, or lie on another process
+            return "<not readable here>"
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._stored is None:
+            raise VariableCreationError(f"{self.label} has no value yet and cannot be copied or pickled.")
+        kept = {k: v for k, v in self.__dict__.items() if k not in ("strategy", "_stored", "_owned")}
+        return {**kept, "value": np.asarray(self._stored)}
+
+    def __setstate__(self, kept: dict[str, Any]) -> None:
+        """The copy belongs to the strategy in whose scope it is made; components merge and spread anew."""
+        stored = jnp.array(kept.pop("value"))
+        self.__dict__.update(kept)
+        self.strategy = state.context().strategy
+        if self.per_replica and stored.shape[0] != self.num_components:
+            rules = state.CrossReplica()
+            stored = rules.spread(self, rules.merge(self, stored))
+        self._replace(self._placed(stored))
+        if self.strategy is not None:
+            self.strategy.register(self)
+
+
+class Component:
+    """One replica's copy of a variable, for looking at and as a source of gradients.
+
+    `container` is the variable, `replica_id` the replica. It can be used wherever JAX takes an array.
+
+    Example:
+        >>> v = px.Variable(3.0)
+        >>> [float(c) for c in v.components]
+        [3.0]
+    """
+
+    def __init__(self, container: Variable, replica_id: int) -> None:
+        self.container = container
+        self.replica_id = replica_id
+
+    @property
+    def value(self) -> jax.Array:
+        """The copy itself, an array on that replica's device."""
+        place = state.top().base
+        stored = place.load(self.container)
+        place.handed_out(self.container)
+        if _jax.is_tracer(stored) or self.container.strategy is None:
+            return cast(jax.Array, stored[self.replica_id] if self.container.per_replica else stored)
+        return cast(jax.Array, self.container.strategy.component(stored, self.replica_id, self.container.per_replica))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the value."""
+        return self.container.shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Dtype of the value."""
+        return self.container.dtype
+
+    def __jax_array__(self) -> jax.Array:
+        return self.value
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        return np.asarray(self.value, dtype)
+
+    def __float__(self) -> float:
+        return float(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Component)
+            and other.container is self.container
+            and other.replica_id == self.replica_id
+        )
+
+    def __hash__(self) -> int:
+        return hash((id(self.container), self.replica_id))
+
+    def __repr__(self) -> str:
+        return f"Component({self.container.name!r}, replica {self.replica_id}, value={np.asarray(self.value)})"
+
+
+class _Updates:
+    """`v.at`: waits for the index."""
+
+    def __init__(self, variable: Variable) -> None:
+        self._variable = variable
+
+    def __getitem__(self, index: Any) -> _IndexedUpdate:
+        return _IndexedUpdate(self._variable, index)
+
+
+class _IndexedUpdate:
+    """`v.at[index]`: waits for the operation."""
+
+    def __init__(self, variable: Variable, index: Any) -> None:
+        self._variable = variable
+        self._index = index
+
+    def _values(self, values: ArrayLike) -> Any:
+        array = to_array(self._variable.label, "value", values)
+        check_kind(self._variable.label, array.dtype, self._variable.dtype, "value", exact=_is_strong(array))
+        return array
+
+    def _assign(self, method: str, values: ArrayLike) -> Variable:
+        updated = getattr(self._variable.value.at[self._index], method)(self._values(values))
+        return self._variable.assign(updated)
+
+    def add(self, values: ArrayLike) -> Variable:
+        """Add at the index; repeated indices add up. In a replica the increments are merged."""
+        increment = jnp.zeros(self._variable.shape, self._variable.dtype).at[self._index].add(self._values(values))
+        return self._variable.assign_add(increment)
+
+    def subtract(self, values: ArrayLike) -> Variable:
+        """Subtract at the index; otherwise as `add`."""
+        increment = jnp.zeros(self._variable.shape, self._variable.dtype).at[self._index].add(self._values(values))
+        return self._variable.assign_sub(increment)
+
+    def set(self, values: ArrayLike) -> Variable:
+        """Replace at the index."""
+        return self._assign("set", values)
+
+    def multiply(self, values: ArrayLike) -> Variable:
+        """Multiply at the index."""
+        return self._assign("multiply", values)
+
+    def divide(self, values: ArrayLike) -> Variable:
+        """Divide at the index."""
+        return self._assign("divide", values)
+
+    def min(self, values: ArrayLike) -> Variable:
+        """Take the smaller of both at the index."""
+        return self._assign("min", values)
+
+    def max(self, values: ArrayLike) -> Variable:
+        """Take the larger of both at the index."""
+        return self._assign("max", values)
+
+
+# ---- conversion ----------------------------------------------------------------------------------
+
+
+def is_per_replica(value: Any) -> bool:
+    """True for a `PerReplica` (which stands above this module)."""
+    return getattr(type(value), "is_per_replica", False)
+
+
+def to_array(label: str, argument: str, value: Any) -> Any:
+    """`value` as a JAX or NumPy array, or an error that names the argument."""
+    if isinstance(value, (Variable, Component)):
+        return value.value
+    if isinstance(value, (jax.Array, np.ndarray, np.generic)):
+        if not isinstance(value, jax.Array) and value.dtype.kind not in "biufcV":
+            raise ArgumentTypeError(f"{label}: {argument} must be numeric, got an array of dtype {value.dtype}.")
+        return value
+    if any(_jax.is_tracer(leaf) or isinstance(leaf, Variable) for leaf in jax.tree.leaves(value)):
+        return jnp.asarray(value)
+    try:
+        array = np.asarray(value)
+    except Exception as error:
+        raise ArgumentError(f"{label}: {argument} is not an array: {_reason(error)}") from error
+    if array.dtype.kind not in "biufcV" or array.dtype == np.dtype("V"):
+        raise ArgumentTypeError(f"{label}: {argument} must be numeric, got {type(value).__name__} {value!r:.60}.")
+    return array
+
+
+def _reason(error: Exception) -> str:
+    return str(error).partition("\n")[0][:200]
+
+
+_KINDS = {"b": 0, "u": 1, "i": 1, "f": 2, "V": 2, "c": 3}
+
+
+def check_kind(label: str, found: Any, wanted: Any, argument: str, exact: bool = False) -> None:
+    """Raise unless a value of dtype `found` may become `wanted` without losing its kind."""
+    found, wanted = np.dtype(found), np.dtype(wanted)
+    fits = found == wanted if exact else _KINDS[found.kind] <= _KINDS[wanted.kind]
+    if not fits:
+        raise AssignmentError(
+            f"{label} has dtype {wanted}, got a {argument} of dtype {found} at {_jax.user_line()}."
+            f" Convert it on purpose with .astype({str(wanted)!r})."
+        )
+
+
+def _is_strong(array: Any) -> bool:
+    return isinstance(array, jax.Array) and not array.weak_type
+
+
+def _weak_type_of(dtype: Any) -> Any:
+    return {"b": bool, "i": int, "u": int, "f": float, "c": complex}[np.dtype(dtype).kind]
+
+
+# ---- operators -----------------------------------------------------------------------------------
+
+
+def _forward(name: str) -> Callable[..., Any]:
+    def method(self: Any, *others: Any) -> Any:
+        operands = [o.value if isinstance(o, (Variable, Component)) else o for o in others]
+        return getattr(self.value, name)(*operands)
+
+    method.__name__ = name
+    return method
+
+
+_BINARY = "add sub mul truediv floordiv mod divmod pow matmul and or xor lshift rshift".split()
+_NAMES = [f"__{p}{name}__" for name in _BINARY for p in ("", "r")]
+_NAMES += [f"__{name}__" for name in ("eq", "ne", "lt", "le", "gt", "ge", "neg", "pos", "abs", "invert", "round")]
+
+for _name in _NAMES:
+    setattr(Variable, _name, _forward(_name))
+    if _name not in ("__eq__", "__ne__"):
+        setattr(Component, _name, _forward(_name))
+
+_jax.register_array_like(Variable, lambda variable: variable.value)
+_jax.register_array_like(Component, lambda component: component.value)
