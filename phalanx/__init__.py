@@ -1,5 +1,27 @@
-from phalanx.variables import Variable as Variable
+"""Write a training step for one device; run it unchanged on one, eight or a thousand."""
+
+from phalanx import errors as errors
+from phalanx.control_flow import cond as cond
+from phalanx.control_flow import scan as scan
+from phalanx.control_flow import while_loop as while_loop
+from phalanx.devices import cpu_devices as cpu_devices
+from phalanx.distribute.replica import ReplicaContext as ReplicaContext
+from phalanx.distribute.strategy import TPU as TPU
+from phalanx.distribute.strategy import Mirrored as Mirrored
+from phalanx.distribute.strategy import OneDevice as OneDevice
+from phalanx.distribute.strategy import Strategy as Strategy
+from phalanx.distribute.strategy import get_replica_context as get_replica_context
+from phalanx.distribute.strategy import get_strategy as get_strategy
+from phalanx.distribute.strategy import in_cross_replica_context as in_cross_replica_context
+from phalanx.distribute.values import PerReplica as PerReplica
+from phalanx.forward import ForwardAccumulator as ForwardAccumulator
+from phalanx.function import function as function
+from phalanx.function import run_functions_eagerly as run_functions_eagerly
+from phalanx.function import strict as strict
+from phalanx.optim import Optimizer as Optimizer
+from phalanx.self_check import self_check as self_check
 from phalanx.tape import GradientTape as GradientTape
-from phalanx.function import function as function, run_functions_eagerly as run_functions_eagerly, strict as strict
-from phalanx.distribute.strategy import *
-from phalanx.distribute.values import PerReplica
+from phalanx.variables import Component as Component
+from phalanx.variables import Variable as Variable
+
+__version__ = "0.1.0"

@@ -53,7 +53,7 @@ class Traced:
         self._rebuild = rebuild
         self._n_results = n_results
 
-    def inputs(self, args: Sequence[Any], load: Callable[[Variable], Any]) -> list[Any]:
+    def inputs(self, args: Sequence[Any], load: Callable[[state.Capture], Any]) -> list[Any]:
         """The program's inputs: arguments, then captured variables."""
         return [*args, *map(load, self.captures)]
 
@@ -66,7 +66,7 @@ class Traced:
         """Call as one equation of whatever is being traced or recorded."""
         frame = state.top()
         place = frame.base
-        inputs = self.inputs(args, lambda variable: state.load_for_call(variable))
+        inputs = self.inputs(args, state.load_for_call)
         if place.is_eager:
             outs = in_order(self.in_order, lambda: self.program(inputs))
         else:
@@ -177,7 +177,7 @@ class Compiled:
     def __call__(self, traced: Traced, args: Sequence[Any]) -> Any:
         """Run on the variables of `traced`, which take their new values all at once or not at all."""
         with dispatch_lock:
-            for variable in traced.captures:
+            for variable, _ in traced.captures:
                 if variable._stored is None:
                     raise TracingError(f"{variable.label} has no value yet.")
             inputs = self._collect(traced, args)
@@ -201,7 +201,7 @@ class Compiled:
 
     def _collect(self, traced: Traced, args: Sequence[Any]) -> list[Any]:
         inputs = [*args]
-        for i, variable in enumerate(traced.captures):
+        for i, (variable, _) in enumerate(traced.captures):
             stored = variable._stored
             # Somebody may hold this very array: it must stay as it is, so a copy is given away.
             inputs.append(stored if variable._owned or i not in self.donated else jnp.copy(stored))
@@ -217,7 +217,7 @@ def _commit(traced: Traced, outs: list[Any]) -> None:
 
 def _donated(traced: Traced) -> frozenset[int]:
     written = set(traced.written)
-    return frozenset(i for i, variable in enumerate(traced.captures) if variable in written)
+    return frozenset(i for i, (variable, _) in enumerate(traced.captures) if variable in written)
 
 
 def program_signature(traced: Traced, donated: frozenset[int]) -> Any:

@@ -80,7 +80,7 @@ class ConcreteFunction:
     @property
     def captured_variables(self) -> tuple[Any, ...]:
         """Variables that the body reads."""
-        return tuple(self._traced.captures)
+        return tuple(dict.fromkeys(variable for variable, _ in self._traced.captures))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call with arguments of exactly the traced shapes and dtypes.
@@ -111,7 +111,7 @@ class ConcreteFunction:
     def lower(self) -> Any:
         """JAX's lowered program (``jax.stages.Lowered``)."""
         inputs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self._call.input_types]
-        inputs += [variable._stored for variable in self._traced.captures]
+        inputs += [variable._stored for variable, _ in self._traced.captures]
         return self._compiled.lower(inputs, self._traced.program.constants)
 
 
@@ -207,7 +207,7 @@ class Function(Generic[P, R]):
 
     def _key(self, call: Call) -> Hashable:
         context = state.context()
-        return (call.structure, call.keys, context.key, _jax.in_replica_trace(), _jax.trace_context())
+        return (call.structure, call.keys, context.key, state.tape_key(state.top()), _jax.trace_context())
 
     # ---- tracing ----
 
@@ -261,7 +261,7 @@ class Function(Generic[P, R]):
     def _initialise(self, traced: Traced, call: Call) -> None:
         """Give variables born in the trace their initial values; nothing else of it takes effect."""
         with state.lifted_out():
-            outs = traced.program(traced.inputs(call.inputs, lambda v: v._stored))
+            outs = traced.program(traced.inputs(call.inputs, lambda capture: capture[0]._stored))
             for variable, value in zip(traced.initial, traced.split(outs)[2]):
                 variable._replace(variable._placed(value))
 
@@ -269,7 +269,7 @@ class Function(Generic[P, R]):
     def _adopt_captures(traced: Traced) -> None:
         """Variables made outside the scope move to the strategy that runs in the same program."""
         if traced.strategy is not None and state.top().is_eager:
-            for variable in traced.captures:
+            for variable, _ in traced.captures:
                 traced.strategy.adopt(variable)
 
     def _compile(self, traced: Traced) -> Compiled:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from phalanx.variables import Variable
 
 Op = Literal["assign", "add", "sub"]
+Capture = tuple["Variable", bool]
+"""A variable read from outside a program, and whether as a tape around the program sees it."""
 
 
 def apply_op(op: Op, old: Any, value: Any) -> Any:
@@ -85,7 +87,7 @@ class CrossReplica(Context):
         return ("cross-replica", self.strategy and self.strategy.key)
 
     def read(self, variable: Variable, frame: Frame) -> jax.Array:
-        stored = frame.load(variable)
+        stored = frame.load_for_read(variable)
         return self.merge(variable, stored) if variable.per_replica else stored
 
     def assign(self, variable: Variable, value: Any, op: Op, frame: Frame) -> None:
@@ -170,6 +172,7 @@ class Frame(ABC):
     context: Context
 
     is_eager = False
+    inherits_tapes = False
 
     @property
     def base(self) -> Frame:
@@ -179,6 +182,10 @@ class Frame(ABC):
     @abstractmethod
     def load(self, variable: Variable) -> Any:
         """The stored array: the value, or one component per replica along axis 0."""
+
+    def load_for_read(self, variable: Variable) -> Any:
+        """The stored array for user code that reads it."""
+        return self.load(variable)
 
     @abstractmethod
     def type_of(self, variable: Variable) -> Any:
@@ -235,13 +242,17 @@ class EagerFrame(Frame):
 class TraceFrame(Frame):
     """The body of a program: reads become its inputs, writes its outputs."""
 
+    inherits_tapes = True
+    """Whether tapes around the program see into it: not into a replica from outside."""
+
     def __init__(self, parent: Frame, tracing: _jax.Tracing, context: Context | None = None) -> None:
         self.parent = parent
         self.tracing = tracing
         self.context = context or parent.base.context
         self.values: dict[Variable, Any] = {}
-        self.captures: dict[Variable, int] = {}
+        self.captures: dict[Capture, int] = {}
         """The input of the program that each variable read from outside became."""
+        self._views: dict[Variable, Any] = {}
         self.written: dict[Variable, None] = {}
         self.in_order = False
         """Whether steps of this program must not overlap (see _traced.in_order)."""
@@ -273,10 +284,27 @@ class TraceFrame(Frame):
             if _jax.is_staging(trace) and _jax.staged_for(trace) == "jit":
                 raise frozen(variable, "jit")
         if variable not in self.values:
-            self.note_use(variable.strategy)
-            self.captures[variable] = len(self.tracing.inputs)
-            self.values[variable] = self.tracing.input(self.type_of(variable))
+            self.values[variable] = self._capture(variable, False, self.type_of(variable))
         return self.values[variable]
+
+    def load_for_read(self, variable: Variable) -> Any:
+        stored = self.load(variable)
+        if (variable, False) not in self.captures or stored is not self.tracing.inputs[self.captures[variable, False]]:
+            return stored
+        assert self.parent is not None
+        seen_by_tapes = self.inherits_tapes and _jax.in_replica_trace() and tapes_lift(self.parent, variable)
+        if variable.per_replica or not seen_by_tapes:
+            return stored
+        # A tape around this program sees the variable as varying, updates must see it as invariant.
+        if variable not in self._views:
+            aval = _jax.local_aval(variable.shape, variable.dtype, varying=True)
+            self._views[variable] = self._capture(variable, True, aval)
+        return self._views[variable]
+
+    def _capture(self, variable: Variable, lifted: bool, aval: Any) -> Any:
+        self.note_use(variable.strategy)
+        self.captures[variable, lifted] = len(self.tracing.inputs)
+        return self.tracing.input(aval)
 
     def store(self, variable: Variable, stored: Any) -> None:
         refuse_transformations(variable, self.tracing.trace)
@@ -306,6 +334,9 @@ class ContextFrame(Frame):
     def load(self, variable: Variable) -> Any:
         return self.place.load(variable)
 
+    def load_for_read(self, variable: Variable) -> Any:
+        return self.place.load_for_read(variable)
+
     def type_of(self, variable: Variable) -> Any:
         return self.place.type_of(variable)
 
@@ -332,13 +363,30 @@ class ContextFrame(Frame):
 class TapeFrame(ContextFrame):
     """The same place under the same rules, with a tape that is told of each read."""
 
-    def __init__(self, parent: Frame, on_read: Callable[[Any, Any], Any]) -> None:
+    def __init__(self, parent: Frame, tape: Any) -> None:
         super().__init__(parent, parent.base.context)
-        self.on_read = on_read
+        self.tape = tape
 
     @property
     def base(self) -> Frame:
         return self.place
+
+
+def tapes_of(frame: Frame) -> Iterator[Any]:
+    """The tapes opened in this place, innermost first; those below a function's body are not among them."""
+    link: Frame | None = frame
+    while isinstance(link, ContextFrame):
+        if isinstance(link, TapeFrame):
+            yield link.tape
+        link = link.parent
+
+
+def tapes_lift(frame: Frame, variable: Variable) -> bool:
+    """Whether reading the variable in this place gives a value typed as varying."""
+    if any(tape.lifts(variable) for tape in tapes_of(frame)):
+        return True
+    place = frame.base
+    return place.inherits_tapes and place.parent is not None and tapes_lift(place.parent, variable)
 
 
 def frozen(variable: Variable, purpose: str) -> FrozenVariableError:
@@ -423,22 +471,28 @@ def read(variable: Variable) -> jax.Array:
     return _tell_tapes(frame, variable, value)
 
 
-def load_for_call(variable: Variable) -> Any:
+def load_for_call(capture: Capture) -> Any:
     """The stored array as an input of a program that is called here; active tapes are told."""
+    variable, lifted = capture
     frame = _stack.top
-    stored = frame.base.load(variable)
+    stored = frame.base.load_for_read(variable) if lifted else frame.base.load(variable)
     if not _jax.is_eager():
         frame.base.handed_out(variable)
-    return _tell_tapes(frame, variable, stored)
+    if _jax.in_replica_trace() and not lifted:
+        return stored
+    value = _tell_tapes(frame, variable, stored)
+    return _jax.lift(value) if lifted else value
+
+
+def tape_key(frame: Frame) -> Hashable:
+    """Part of a trace's key: how tapes around the program change the types of what it reads."""
+    return tuple(tape.key for tape in tapes_of(frame)) if _jax.in_replica_trace() else ()
 
 
 def _tell_tapes(frame: Frame, variable: Variable, value: Any) -> Any:
-    """Outermost tape first; frames below a function's body are told when the function is called."""
-    if not isinstance(frame, ContextFrame):
-        return value
-    assert frame.parent is not None
-    value = _tell_tapes(frame.parent, variable, value)
-    return frame.on_read(variable, value) if isinstance(frame, TapeFrame) else value
+    for tape in reversed(list(tapes_of(frame))):
+        value = tape.on_read(variable, value)
+    return value
 
 
 def assign(variable: Variable, value: Any, op: Op) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Literal
@@ -37,7 +37,7 @@ class OpenTape(ABC):
         self.active = self.recording = True
         self._thread = threading.get_ident()
         self._trace = _jax.OperationTrace(_jax.current_trace(), self)
-        self._frame = state.TapeFrame(state.top(), self.on_read)
+        self._frame = state.TapeFrame(state.top(), self)
         _jax.set_trace(self._trace)
         state.set_top(self._frame)
 
@@ -50,10 +50,10 @@ class OpenTape(ABC):
         self.active = False
         # The trace and the frame may outlive the tape; without these references it is freed at once.
         self._trace.observer = _SILENT
-        self._frame.on_read = _unchanged
+        self._frame.tape = _SILENT
         _jax.set_trace(_live(_jax.current_trace()))
         frame: Any = state.top()
-        while isinstance(frame, state.TapeFrame) and frame.on_read is _unchanged:
+        while isinstance(frame, state.TapeFrame) and frame.tape is _SILENT:
             frame = frame.parent
         state.set_top(frame)
         del self._trace, self._frame
@@ -77,23 +77,36 @@ class OpenTape(ABC):
     def observe(self, operation: _jax.Operation, args: list[Any]) -> list[Any]:
         """Run the operation and record it."""
 
+    def lifts(self, variable: Any) -> bool:
+        """Whether `on_read` gives a value typed as varying in a replica."""
+        return False
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for tapes that lift the same variables."""
+        return None
+
     @abstractmethod
     def on_read(self, variable: Any, value: Any) -> Any:
         """A variable was read as `value`; the value to go on with."""
 
 
 class _Silent:
-    """Stands in for a closed tape in a trace that is still part of the chain."""
+    """Stands in for a closed tape in traces and frames that outlive it."""
+
+    key = None
 
     def wants(self, args: list[Any]) -> bool:
         return False
 
+    def lifts(self, variable: Any) -> bool:
+        return False
+
+    def on_read(self, variable: Any, value: Any) -> Any:
+        return value
+
 
 _SILENT = _Silent()
-
-
-def _unchanged(variable: Any, value: Any) -> Any:
-    return value
 
 
 def _live(trace: Any) -> Any:
@@ -232,10 +245,18 @@ class GradientTape(OpenTape):
             self._records.append(_Record(result, sources, [outs[i] for i in result.differentiable]))
         return outs
 
-    def on_read(self, variable: Any, value: Any) -> Any:
+    def lifts(self, variable: Any) -> bool:
         if not (self.active and self.recording):
-            return value
-        if variable not in self._variables and not (self._watch_variables and variable.trainable):
+            return False
+        return variable in self._variables or (self._watch_variables and variable.trainable)
+
+    @property
+    def key(self) -> Hashable:
+        by_hand = frozenset(id(v) for v in self._variables if not (self._watch_variables and v.trainable))
+        return (self._watch_variables, by_hand) if self.active and self.recording else None
+
+    def on_read(self, variable: Any, value: Any) -> Any:
+        if not self.lifts(variable):
             return value
         if not _differentiable(value):
             self._variables.setdefault(variable, [])

@@ -161,7 +161,7 @@ class ReplicaRules(state.Context):
     def read(self, variable: Variable, frame: state.Frame) -> jax.Array:
         state.refuse_foreign(variable, self.strategy, "read")
         self.strategy.adopt(variable)
-        stored = frame.load(variable)
+        stored = frame.load_for_read(variable)
         return stored[0] if variable.per_replica else stored
 
     def assign(self, variable: Variable, value: Any, op: state.Op, frame: state.Frame) -> None:

@@ -31,6 +31,8 @@ _SPLIT, _WHOLE = PartitionSpec(_jax.REPLICA_AXIS), PartitionSpec()
 class ReplicaFrame(state.TraceFrame):
     """The body of a replica: it sees its own part of per-replica variables."""
 
+    inherits_tapes = False
+
     def type_of(self, variable: Variable) -> Any:
         if variable in self.values:
             return jax.typeof(self.values[variable])
@@ -76,16 +78,17 @@ class _Arguments:
 
 
 def run_in_trace(
-    strategy: Strategy, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str
+    strategy: Strategy, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, options: str
 ) -> Any:
     """Run `fn` on all replicas as part of the program that is being traced."""
+    name = options
     frame = state.top()
     frame.base.note_use(strategy)
     arguments = _Arguments(strategy, args, kwargs, name)
     traced = _trace_replica(strategy, fn, arguments, name)
     program = traced.program
     inputs = traced.inputs(arguments.arrays, state.load_for_call)
-    split = [*arguments.split, *(v.per_replica for v in traced.captures)]
+    split = [*arguments.split, *(v.per_replica for v, _ in traced.captures)]
     n_args, n_constants = len(arguments.arrays), len(program.constants)
     varying = [_jax.aval_varies(a) for a in program.out_avals]
     n_results = len(varying) - len(traced.written) - len(traced.initial)

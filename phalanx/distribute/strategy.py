@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import functools
 import logging
 import weakref
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from phalanx import _jax, state
-from phalanx._signature import function_key
+from phalanx._eager_programs import EagerPrograms, as_function
 from phalanx._traced import in_order
 from phalanx.data.arrays import ArrayDataset, Remainder
 from phalanx.distribute.collectives import all_reduce, check_op
@@ -23,14 +22,9 @@ from phalanx.distribute.replica import ReplicaContext, ReplicaRules, check_axis
 from phalanx.distribute.run import check_arguments, run_in_trace
 from phalanx.distribute.values import PerReplica, is_per_replica
 from phalanx.errors import ArgumentError, ArgumentTypeError, DeviceError, StrategyError
-from phalanx.function import Function
 from phalanx.variables import Component, Variable
 
 logger = logging.getLogger("phalanx")
-
-_EAGER_RUNS = 64
-"""Programs that a strategy keeps for `run` called outside traced functions."""
-
 
 class ValueContext:
     """What the function given to `distribute_values_from_function` is told."""
@@ -52,7 +46,7 @@ class Strategy:
     def __init__(self, devices: Sequence[Any]) -> None:
         self._use_devices(devices)
         self._variables: dict[int, weakref.ref[Variable]] = {}
-        self._eager_runs: collections.OrderedDict[Hashable, Function[..., Any]] = collections.OrderedDict()
+        self._eager_runs = EagerPrograms()
         logger.info("%s", self.describe())
 
     def _use_devices(self, devices: Sequence[Any]) -> None:
@@ -216,26 +210,8 @@ class Strategy:
         checked = check_arguments(args, kwargs, name)
         with state.pushed(state.ContextFrame(state.top(), state.CrossReplica(self))):
             if state.top().is_eager:
-                return self._eager_run(fn, name)(*checked)
-            return run_in_trace(self, fn, *checked, name)
-
-    def _eager_run(self, fn: Callable[..., Any], name: str) -> Function[..., Any]:
-        key = function_key(fn)
-        function = self._eager_runs.get(key)
-        if function is None:
-
-            @functools.wraps(fn)
-            def program(args: Any, kwargs: Any) -> Any:
-                return run_in_trace(self, fn, args, kwargs, name)
-
-            del program.__wrapped__  # its signature is (args, kwargs)
-            function = Function(program, donate=True, static_argnames=(), input_signature=None, reduce_retracing=False)
-            self._eager_runs[key] = function
-            while len(self._eager_runs) > _EAGER_RUNS:
-                self._eager_runs.popitem(last=False)
-        else:
-            self._eager_runs.move_to_end(key)
-        return function
+                return as_function(name, functools.partial(run_in_trace, self), fn, options=name, keep=self._eager_runs)(*checked)
+            return run_in_trace(self, fn, *checked, options=name)
 
     # ---- reducing and looking ----
 
