@@ -13,7 +13,7 @@ import functools
 import os
 import traceback
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 REPLICA_AXIS = "replica"
 """Name of the one mesh axis that Phalanx uses."""
 
-Trace = _core.Trace
+Trace: TypeAlias = Any
 _PACKAGE = os.path.dirname(os.path.abspath(__file__))
 _JAX = os.path.dirname(os.path.abspath(jax.__file__))
 
@@ -106,7 +106,7 @@ def outside_traces() -> Iterator[None]:
             _core.trace_ctx.set_axis_env(axis_env)
 
 
-class OperationTrace(Trace):
+class OperationTrace(_core.Trace):  # type: ignore[misc]
     """A trace that runs every operation on its parent and lets an observer watch it.
 
     The observer is asked ``wants(args)``; if so ``observe(operation, args)`` must run the operation
@@ -119,7 +119,7 @@ class OperationTrace(Trace):
         super().__init__()
         self.parent_trace = parent
         self.observer = observer
-        self.requires_low = parent.requires_low
+        self.requires_low = parent.requires_low  # type: ignore[misc]
 
     def stage_value(self, val: Any) -> Any:
         # Without the parent's word numpy values become JAX's literal type, which few libraries take.
@@ -243,7 +243,8 @@ def _same_buffers(x: Any) -> Any:
         return jax.random.wrap_key_data(_same_buffers(jax.random.key_data(x)), impl=jax.random.key_impl(x))
     if not isinstance(x, jax.Array):
         return jnp.asarray(x)
-    return _array.ArrayImpl(x.aval, x.sharding, x._arrays, committed=x._committed, _skip_checks=True)
+    buffers: Any = x
+    return _array.ArrayImpl(x.aval, x.sharding, buffers._arrays, committed=buffers._committed, _skip_checks=True)
 
 
 _alias_p = _jex.Primitive("phalanx_alias")

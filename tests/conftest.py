@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import doctest
 import os
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
 import pytest
 
 import phalanx as px
