@@ -11,7 +11,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import traceback
+import re
+import sys
+import sysconfig
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -39,6 +41,7 @@ REPLICA_AXIS = "replica"
 Trace: TypeAlias = Any
 _PACKAGE = os.path.dirname(os.path.abspath(__file__))
 _JAX = os.path.dirname(os.path.abspath(jax.__file__))
+_STDLIB = sysconfig.get_path("stdlib") + os.sep
 
 _source_info.register_exclusion(_PACKAGE)
 _traceback_util.register_exclusion(_PACKAGE)
@@ -419,23 +422,44 @@ def on_replicas(mesh: Mesh, body: Callable[..., Any], in_specs: Any, out_specs: 
     return jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True)
 
 
-_COLLECTIVES = frozenset(
+COLLECTIVES = frozenset(
     "psum psum_invariant pmax pmin ppermute pgather all_gather all_gather_invariant all_gather_reduced"
     " all_to_all reduce_scatter psum_scatter ragged_all_to_all".split()
 )
+"""Operations in which the replicas wait for each other."""
 
 
-def has_collective(program: Program) -> bool:
-    """True when the replicas wait for each other somewhere in the program."""
+def has_collective(jaxpr: Any) -> bool:
+    """True when the replicas wait for each other somewhere in the jaxpr."""
+    return any(
+        equation.primitive.name in COLLECTIVES or any(map(has_collective, inner_jaxprs(equation)))
+        for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns
+    )
 
-    def search(jaxpr: Any) -> bool:
-        return any(
-            equation.primitive.name in _COLLECTIVES
-            or any(search(sub) for sub in _core.jaxprs_in_params(equation.params))
-            for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns
-        )
 
-    return search(program.jaxpr)
+def inner_jaxprs(equation: Any) -> list[Any]:
+    """The jaxprs among an operation's parameters: bodies, branches, called functions."""
+    return list(_core.jaxprs_in_params(equation.params))
+
+
+def split_scan(equation: Any, values: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    """One value per input of a `scan`, as those of its constants, its carry and its rows."""
+    params = equation.params
+    if "ft_in" in params:  # since jax 0.12
+        consts, carry, rows = params["ft_in"].update(list(values)).unpack()
+        return list(consts), list(carry), list(rows)
+    start, stop = params["num_consts"], params["num_consts"] + params["num_carry"]
+    return list(values[:start]), list(values[start:stop]), list(values[stop:])
+
+
+def is_literal(atom: Any) -> bool:
+    """True for a constant that stands in the jaxpr itself."""
+    return isinstance(atom, _jex.Literal)
+
+
+def line_of(equation: Any) -> str:
+    """'file.py:12' of the user's line that an operation comes from."""
+    return re.sub(r"(:\d+):\d+ \(.*\)$", r"\1", _source_info.summarize(equation.source_info))
 
 
 # ---- devices -------------------------------------------------------------------------------------
@@ -466,10 +490,20 @@ def backend_started() -> bool:
 # ---- the user's line -----------------------------------------------------------------------------
 
 
+@functools.cache
+def _is_users(filename: str) -> bool:
+    if filename.startswith("<frozen"):
+        return False
+    path = os.path.abspath(filename)
+    in_library = path.startswith(_STDLIB) and "site-packages" not in path
+    return not (in_library or path.startswith((_PACKAGE + os.sep, _JAX + os.sep)))
+
+
 def user_line() -> str:
-    """'file.py:12' of the innermost frame that is neither ours nor JAX's."""
-    for frame in reversed(traceback.extract_stack()):
-        path = os.path.abspath(frame.filename)
-        if not path.startswith((_PACKAGE + os.sep, _JAX + os.sep)) and not frame.filename.startswith("<frozen"):
-            return f"{frame.filename}:{frame.lineno}"
+    """'file.py:12' of the innermost frame that is neither ours nor JAX's nor Python's own."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if _is_users(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
     return "<unknown line>"

@@ -46,6 +46,7 @@ class Traced:
         self.n_args = n_args
         self.captures = list(frame.captures)
         self.written = list(frame.written)
+        self.written_at = dict(frame.written)
         self.births = list(frame.births)
         self.initial = list(frame.initial)
         self.strategy = frame.strategy

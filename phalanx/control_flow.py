@@ -205,12 +205,13 @@ def _trace_branches(pred: Any, true_fun: Callable[..., Any], false_fun: Callable
     inputs, types, rebuild = _flatten(operands)
     bodies = [_Body(fun, types, rebuild) for fun in (true_fun, false_fun)]
     _check_same_results(bodies[0], bodies[1])
-    if _jax.in_replica_trace() and _jax.varies(pred):
+    differs = _jax.in_replica_trace() and _jax.varies(pred)
+    if differs:
         _refuse_collectives("cond", "take the other branch", *bodies)
     carried = _carried(*bodies)
     seen = _seen(carried, *bodies)
     out_types = [[*body.out_types(), *_written_types(body, carried)] for body in bodies]
-    lifted = [any(map(_jax.aval_varies, pair)) for pair in zip(*out_types)]
+    lifted = [differs or any(map(_jax.aval_varies, pair)) for pair in zip(*out_types)]
 
     def branch(body: _Body) -> Callable[[list[Any]], list[Any]]:
         def run(args: list[Any]) -> list[Any]:
@@ -271,6 +272,9 @@ def _trace_while(cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], Any],
     if _jax.in_replica_trace() and _jax.aval_varies(answer):
         _refuse_collectives("while_loop", "have left the loop", body, test)
         _refuse_writes(body)
+        if not all(map(_jax.varies, inputs)):
+            # Replicas leave the loop after different numbers of steps, so all that it carries differs.
+            return _trace_while(cond_fun, body_fun, rebuild([_jax.lift(x) for x in inputs]))
 
     def keep_going(loop: Any) -> Any:
         return test.run(loop[0], dict(zip(carried, loop[1])), seen)[0][0] != 0
@@ -386,7 +390,7 @@ def _check_carry(name: str, found: Any, expected: Any) -> None:
 
 
 def _refuse_collectives(name: str, others: str, *bodies: _Body) -> None:
-    if any(_jax.has_collective(body.traced.program) for body in bodies):
+    if any(_jax.has_collective(body.traced.program.jaxpr) for body in bodies):
         raise StrategyError(
             f"{name} at {_jax.user_line()}: the condition may differ between the replicas, and the body reduces over them"
             f" (an all_reduce, or an update with an aggregation): those that {others} would be waited for for ever. Make"

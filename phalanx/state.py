@@ -253,7 +253,8 @@ class TraceFrame(Frame):
         self.captures: dict[Capture, int] = {}
         """The input of the program that each variable read from outside became."""
         self._views: dict[Variable, Any] = {}
-        self.written: dict[Variable, None] = {}
+        self.written: dict[Variable, str] = {}
+        """The variables that the body assigned, each with the user's line that did so last."""
         self.in_order = False
         """Whether steps of this program must not overlap (see _traced.in_order)."""
         self.strategy: Any = None
@@ -309,7 +310,7 @@ class TraceFrame(Frame):
     def store(self, variable: Variable, stored: Any) -> None:
         refuse_transformations(variable, self.tracing.trace)
         self.values[variable] = stored
-        self.written[variable] = None
+        self.written[variable] = _jax.user_line()
 
     def created(self, variable: Variable, stored: Any) -> None:
         self.births.append(variable)

@@ -17,9 +17,10 @@ from jax.sharding import PartitionSpec
 from phalanx import _jax, state
 from phalanx._signature import NUMBERS
 from phalanx._traced import Traced, trace
+from phalanx.distribute.divergence import hidden_variation
 from phalanx.distribute.replica import ReplicaRules
 from phalanx.distribute.values import PerReplica, is_per_replica
-from phalanx.errors import ArgumentError
+from phalanx.errors import ArgumentError, ReplicaDivergenceError
 from phalanx.variables import Variable
 
 if TYPE_CHECKING:
@@ -90,13 +91,16 @@ def run_in_trace(
     inputs = traced.inputs(arguments.arrays, state.load_for_call)
     split = [*arguments.split, *(v.per_replica for v, _ in traced.captures)]
     n_args, n_constants = len(arguments.arrays), len(program.constants)
-    varying = [_jax.aval_varies(a) for a in program.out_avals]
+    causes = hidden_variation(program)
+    varying = [_jax.aval_varies(a) or c is not None for a, c in zip(program.out_avals, causes)]
     n_results = len(varying) - len(traced.written) - len(traced.initial)
+    _refuse_divergence(traced, causes[n_results:])
 
     def one_replica(*blocks: Any) -> list[Any]:
         local = [b[0] if i < n_args and split[i] else b for i, b in enumerate(blocks[: len(inputs)])]
         values = [local[i] for i in program.used]
         outs = program.bind(*values, *blocks[len(inputs) :])
+        outs = [_jax.lift(o) if varies else o for o, varies in zip(outs, varying)]
         return [o[None] if varies and i < n_results else o for i, (o, varies) in enumerate(zip(outs, varying))]
 
     in_specs = tuple(_SPLIT if s else _WHOLE for s in split) + (_WHOLE,) * n_constants
@@ -112,6 +116,18 @@ def run_in_trace(
     for variable, value in zip(traced.initial, initial):
         frame.base.created(variable, value)
     return result
+
+
+def _refuse_divergence(traced: Traced, causes: list[str | None]) -> None:
+    """Raise when a mirrored variable was assigned what JAX wrongly takes for the same on all replicas."""
+    for variable, cause in zip([*traced.written, *traced.initial], causes):
+        if cause and not variable.per_replica:
+            line = traced.written_at.get(variable, variable._created_at)
+            raise ReplicaDivergenceError(
+                f"{variable.label} is mirrored: all replicas must hold the same value, but what is assigned at {line}"
+                f" comes from the {cause} between the replicas. Use px.cond, px.while_loop or jnp.where, whose"
+                " results count as different, and all_reduce them or give the variable an aggregation."
+            )
 
 
 def _trace_replica(strategy: Strategy, fn: Callable[..., Any], arguments: _Arguments, name: str) -> Traced:
