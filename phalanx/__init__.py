@@ -4,6 +4,7 @@ from phalanx import errors as errors
 from phalanx.control_flow import cond as cond
 from phalanx.control_flow import scan as scan
 from phalanx.control_flow import while_loop as while_loop
+from phalanx.data.progress import progress as progress
 from phalanx.devices import cpu_devices as cpu_devices
 from phalanx.distribute.replica import ReplicaContext as ReplicaContext
 from phalanx.distribute.strategy import TPU as TPU

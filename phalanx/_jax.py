@@ -23,6 +23,7 @@ import numpy as np
 from jax._src import array as _array
 from jax._src import config as _config
 from jax._src import core as _core
+from jax._src import distributed as _distributed
 from jax._src import dtypes as _dtypes
 from jax._src import mesh as _mesh
 from jax._src import traceback_util as _traceback_util
@@ -485,6 +486,38 @@ def backend_started() -> bool:
     from jax._src import xla_bridge
 
     return bool(xla_bridge.backends_are_initialized())
+
+
+# ---- several processes ---------------------------------------------------------------------------
+
+
+def exchange(key: str, value: str, timeout: float) -> list[str]:
+    """What each process says under `key`, by way of JAX's coordination service (not the devices).
+
+    Raises:
+        TimeoutError: naming the process that did not come.
+    """
+    n, me = jax.process_count(), jax.process_index()
+    if n == 1:
+        return [value]
+    client = _distributed.global_state.client
+    client.key_value_set(f"{key}/{me}", value)
+    said = []
+    for process in range(n):
+        try:
+            said.append(value if process == me else client.blocking_key_value_get(f"{key}/{process}", int(timeout * 1000)))
+        except Exception as error:
+            raise TimeoutError(f"process {process} did not come within {timeout:.0f} s (waiting at {key!r})") from error
+    return said
+
+
+_asked: dict[str, int] = {}
+
+
+def from_first_process(key: str, value: str, timeout: float = 60.0) -> str:
+    """The first process's value, on all of them; each calls it equally often for a key."""
+    _asked[key] = _asked.get(key, 0) + 1
+    return exchange(f"{key}/{_asked[key]}", value, timeout)[0]
 
 
 # ---- the user's line -----------------------------------------------------------------------------

@@ -16,7 +16,8 @@ import numpy as np
 from phalanx import _jax, state
 from phalanx._eager_programs import EagerPrograms, as_function
 from phalanx._traced import in_order
-from phalanx.data.arrays import ArrayDataset, Remainder
+from phalanx.data.dataset import AutoShard, DistributedDataset, InputContext
+from phalanx.data.elements import Remainder
 from phalanx.distribute.collectives import all_reduce, check_op
 from phalanx.distribute.replica import ReplicaContext, ReplicaRules, check_axis
 from phalanx.distribute.run import check_arguments, run_in_trace
@@ -374,31 +375,40 @@ class Strategy:
     def distribute_dataset(
         self,
         source: Any,
-        batch_size: int,
+        batch_size: int | None = None,
         *,
         remainder: Remainder = "auto",
         mask: bool = False,
+        prefetch: int = 2,
         shuffle: bool = False,
         seed: int | None = None,
-    ) -> ArrayDataset:
-        """Batches of the rows of arrays, split over the replicas.
+        auto_shard: AutoShard = "data",
+    ) -> DistributedDataset:
+        """Elements of a source, their rows split over the replicas, moved to the devices ahead of time.
 
         Args:
-            source: array or pytree of arrays with the same number of rows.
-            batch_size: rows per batch, over all replicas.
-            remainder: what to do when the last batch is smaller: ``"auto"`` (keep it if it divides by the
-                replicas, else an error), ``"pad"`` (with zeros), ``"drop"`` or ``"error"``.
-            mask: append a float 0/1 weight for each row to the element (with ``"pad"``: 0 for padding).
-            shuffle: draw a new order in each epoch, which depends on (seed, epoch) alone.
+            source: arrays or pytrees of arrays (memory maps and HDF5 datasets are read batch by batch), an
+                iterable, a generator, a function that returns one, or a dataset of PyTorch, grain, tf.data,
+                Hugging Face or Keras.
+            batch_size: rows per batch, over all replicas. Needed for arrays. For iterables: stack this many
+                items; without it each item is a batch, whose arrays are split along axis 0.
+            remainder: what to do with a batch that is smaller than the others: ``"auto"`` (keep it if it
+                divides by the replicas, else an error), ``"pad"`` (with zero rows), ``"drop"`` or ``"error"``.
+            mask: append a float32 0/1 weight for each row to the element (with ``"pad"``: 0 for padding).
+            prefetch: elements made ahead in a background thread; 0 for none.
+            shuffle: draw a new order in each pass, which depends on (seed, pass) alone. For rows that can be
+                read by index.
             seed: for `shuffle`; drawn and logged when it is not given.
+            auto_shard: with several processes: ``"data"`` (all have the same source; each sends its replicas
+                their rows) or ``"off"`` (each has a source of its own, with the rows of its replicas).
 
         Returns:
-            An iterable of elements with the structure of `source` whose arrays are `PerReplica`; it can be
-            iterated again.
+            An iterable of elements with the structure of `source`'s whose arrays are `PerReplica`.
 
-        Raises:
+        Raises (also while iterating):
             UnevenBatchError: when a batch does not divide by the number of replicas.
-            ArgumentError: when the arrays differ in their number of rows, or have none.
+            ArgumentError: when arrays differ in their number of rows or change their shape, or there are none.
+            ArgumentTypeError: for strings and objects.
 
         Example:
             >>> strategy = px.OneDevice()
@@ -406,12 +416,74 @@ class Strategy:
             >>> len(dataset), [x.shape for x in next(iter(dataset))]
             (2, [(3,), (3, 2)])
         """
-        return ArrayDataset(self, source, batch_size, remainder, mask, shuffle, seed)
+        return DistributedDataset(
+            self,
+            source,
+            batch_size=batch_size,
+            remainder=remainder,
+            mask=mask,
+            prefetch=prefetch,
+            shuffle=shuffle,
+            seed=seed,
+            auto_shard=auto_shard,
+        )
 
-    def split_rows(self, rows: np.ndarray[Any, Any]) -> PerReplica:
-        """The rows of a host array, an equal number for each replica, each sent to its device only."""
-        stacked = rows.reshape(self.num_replicas, -1, *rows.shape[1:])
+    def distribute_datasets_from_function(
+        self,
+        fn: Callable[[InputContext], Any],
+        *,
+        remainder: Remainder = "auto",
+        mask: bool = False,
+        prefetch: int = 2,
+    ) -> DistributedDataset:
+        """A dataset whose batches are made for one replica each, by this process's own ``fn(context)``.
+
+        Args:
+            fn: given an `InputContext`, returns a source as in `distribute_dataset`, whose items are batches
+                of one replica (``context.per_replica_batch_size(global_batch_size)`` rows).
+            remainder: as in `distribute_dataset`, for steps in which some replicas have no batch left.
+            mask: as in `distribute_dataset`.
+            prefetch: as in `distribute_dataset`.
+
+        Example:
+            >>> strategy = px.OneDevice()
+            >>> def batches(context):
+            ...     return [np.ones(context.per_replica_batch_size(4))] * 3
+            >>> len(strategy.distribute_datasets_from_function(batches))
+            3
+        """
+        if not callable(fn):
+            raise ArgumentTypeError(f"distribute_datasets_from_function takes a function, got {type(fn).__name__}.")
+        context = InputContext(jax.process_count(), jax.process_index(), self.num_replicas)
+        return DistributedDataset(
+            self,
+            fn(context),
+            batch_size=None,
+            remainder=remainder,
+            mask=mask,
+            prefetch=prefetch,
+            shuffle=False,
+            seed=None,
+            auto_shard="off",
+            per_replica=True,
+        )
+
+    @property
+    def num_local_replicas(self) -> int:
+        """Replicas on this process's own devices."""
+        return sum(d.process_index == jax.process_index() for d in self.devices)
+
+    def split_rows(self, rows: np.ndarray[Any, Any], *, local: bool = False) -> PerReplica:
+        """The rows of a host array, an equal number for each replica, each sent to its device only.
+
+        `rows` are those of all replicas, or with `local` those of this process's replicas.
+        """
+        n = self.num_local_replicas if local else self.num_replicas
+        stacked = rows.reshape(n, rows.shape[0] // n, *rows.shape[1:])
         sharding = _jax.split(self.mesh)
+        if local:
+            shape = (self.num_replicas, *stacked.shape[1:])
+            return PerReplica(jax.make_array_from_process_local_data(sharding, stacked, shape), self)
         return PerReplica(jax.make_array_from_callback(stacked.shape, sharding, lambda index: stacked[index]), self)
 
 
