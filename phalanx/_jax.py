@@ -144,7 +144,7 @@ class OperationTrace(_core.Trace):  # type: ignore[misc]
     process_shard_map = process_call
 
     def process_custom_jvp_call(self, primitive: Any, fun: Any, jvp: Any, tracers: Any, /, **params: Any) -> Any:
-        return self._run(CustomOperation(primitive, dict(params, subfuns=(fun, jvp))), list(tracers))
+        return self._run(CustomJvpOperation(primitive, dict(params, subfuns=(fun, jvp))), list(tracers))
 
     def process_custom_vjp_call(
         self, primitive: Any, fun: Any, fwd: Any, bwd: Any, tracers: Any, /, **params: Any
@@ -210,6 +210,18 @@ class CustomOperation(Operation):
 
     def key(self) -> Hashable | None:
         return None
+
+
+class CustomJvpOperation(CustomOperation):
+    """A custom_jvp: JAX takes note of which of function and rule ran, and of the types that they got."""
+
+    __slots__ = ()
+
+    def __call__(self, *args: Any) -> list[Any]:
+        for subfun in self.params["subfuns"]:
+            for store in filter(None, subfun.stores):
+                store.reset()  # the last run counts; JAX refuses notes of two
+        return super().__call__(*args)
 
 
 def _alike(args: Sequence[Any]) -> list[Any]:
