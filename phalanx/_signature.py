@@ -294,7 +294,7 @@ def _conform_leaf(spec: Any, value: Any, label: str) -> Any:
         raise ArgumentTypeError(f"{label}: input_signature asks for shape {shape}, got {tuple(array.shape)}.")
     strong = isinstance(array, jax.Array) and not array.weak_type
     try:
-        check_kind(label, array.dtype, spec.dtype, "value", exact=strong)
+        check_kind(label, array.dtype, spec.dtype, exact=strong)
     except AssignmentError as error:
         raise ArgumentTypeError(str(error)) from None
     if _jax.is_tracer(array) or isinstance(array, jax.Array):

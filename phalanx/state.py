@@ -87,8 +87,11 @@ class CrossReplica(Context):
         return ("cross-replica", self.strategy and self.strategy.key)
 
     def read(self, variable: Variable, frame: Frame) -> jax.Array:
-        stored = frame.load_for_read(variable)
-        return self.merge(variable, stored) if variable.per_replica else stored
+        if not variable.per_replica:
+            return frame.load_for_read(variable)
+        # Merging is the owner's business; one value for all can be read anywhere (peer: strategy_two_strategies).
+        refuse_foreign(variable, self.strategy, "read")
+        return self.merge(variable, frame.load_for_read(variable))
 
     def assign(self, variable: Variable, value: Any, op: Op, frame: Frame) -> None:
         refuse_foreign(variable, self.strategy, "assigned")

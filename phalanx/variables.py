@@ -16,6 +16,7 @@ from phalanx.errors import (
     ArgumentError,
     ArgumentTypeError,
     AssignmentError,
+    AssignmentTypeError,
     StrategyError,
     VariableCreationError,
 )
@@ -132,7 +133,7 @@ class Variable:
             return cast(jax.Array, initial_value.astype(dtype or initial_value.dtype))
         array = to_array(self.label, "initial_value", initial_value)
         if dtype is not None and isinstance(initial_value, (bool, int, float, complex, list, tuple)):
-            check_kind(self.label, array.dtype, dtype, "initial_value")
+            check_kind(self.label, array.dtype, dtype)
         with state.lifted_out():
             if isinstance(array, jax.Array):
                 return array.astype(dtype or array.dtype)
@@ -247,7 +248,7 @@ class Variable:
             )
         if array.dtype == self.dtype:
             return array if isinstance(array, jax.Array) else jnp.array(array)
-        check_kind(self.label, array.dtype, self.dtype, "value", exact=_is_strong(array))
+        check_kind(self.label, array.dtype, self.dtype, exact=_is_strong(array))
         if isinstance(array, jax.Array):
             return array.astype(self.dtype)
         return jnp.array(array, self.dtype)
@@ -432,7 +433,7 @@ class _IndexedUpdate:
 
     def _values(self, values: ArrayLike) -> Any:
         array = to_array(self._variable.label, "value", values)
-        check_kind(self._variable.label, array.dtype, self._variable.dtype, "value", exact=_is_strong(array))
+        check_kind(self._variable.label, array.dtype, self._variable.dtype, exact=_is_strong(array))
         return array
 
     def _assign(self, method: str, values: ArrayLike) -> Variable:
@@ -504,13 +505,13 @@ def _reason(error: Exception) -> str:
 _KINDS = {"b": 0, "u": 1, "i": 1, "f": 2, "V": 2, "c": 3}
 
 
-def check_kind(label: str, found: Any, wanted: Any, argument: str, exact: bool = False) -> None:
+def check_kind(label: str, found: Any, wanted: Any, exact: bool = False) -> None:
     """Raise unless a value of dtype `found` may become `wanted` without losing its kind."""
     found, wanted = np.dtype(found), np.dtype(wanted)
     fits = found == wanted if exact else _KINDS[found.kind] <= _KINDS[wanted.kind]
     if not fits:
-        raise AssignmentError(
-            f"{label} has dtype {wanted}, got a {argument} of dtype {found} at {_jax.user_line()}."
+        raise AssignmentTypeError(
+            f"{label} has dtype {wanted}, got a value of dtype {found} at {_jax.user_line()}."
             f" Convert it on purpose with .astype({str(wanted)!r})."
         )
 

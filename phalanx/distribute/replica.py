@@ -51,8 +51,6 @@ class ReplicaContext:
         """
         op = check_op(op, "all_reduce")
         leaves, structure = self._leaves(value, "all_reduce")
-        if not _jax.in_replica_trace():
-            return value
         return jax.tree.unflatten(structure, all_reduce(op, leaves, self.num_replicas, self.strategy.platform))
 
     def all_gather(self, value: Any, axis: int = 0) -> Any:

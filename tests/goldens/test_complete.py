@@ -7,8 +7,9 @@ import pkgutil
 import re
 from pathlib import Path
 
-import goldens
 import pytest
+
+import goldens
 from goldens.kit import DIFFERENT, GOLDENS, REPLAYED
 
 ELSEWHERE: dict[str, str] = {
