@@ -14,6 +14,7 @@ import os
 import re
 import sys
 import sysconfig
+import traceback
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -492,6 +493,13 @@ def split(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(REPLICA_AXIS))
 
 
+def span(devices: Sequence[Any]) -> str:
+    """Short names of devices: 'cpu:0-3', 'gpu:1', 'cpu:2,0'."""
+    ids = [d.id for d in devices]
+    in_a_row = ids == list(range(ids[0], ids[0] + len(ids))) and len(ids) > 1
+    return f"{devices[0].platform}:" + (f"{ids[0]}-{ids[-1]}" if in_a_row else ",".join(map(str, ids)))
+
+
 def backend_started() -> bool:
     """True once JAX has opened its devices; settings about them come too late then."""
     from jax._src import xla_bridge
@@ -509,6 +517,12 @@ def _is_users(filename: str) -> bool:
     path = os.path.abspath(filename)
     in_library = path.startswith(_STDLIB) and "site-packages" not in path
     return not (in_library or path.startswith((_PACKAGE + os.sep, _JAX + os.sep)))
+
+
+def line_of_error(error: BaseException) -> str:
+    """'file.py:12' of the innermost of the user's lines that an error passed through."""
+    lines = [f"{f.filename}:{f.lineno}" for f in traceback.extract_tb(error.__traceback__) if _is_users(f.filename)]
+    return lines[-1] if lines else user_line()
 
 
 def user_line() -> str:

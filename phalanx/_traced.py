@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from phalanx import _jax, state
+from phalanx._explain import why_not_run, why_not_traced
 from phalanx._signature import NUMBERS, is_input
 from phalanx.errors import TracingError
 from phalanx.variables import Component, Variable
@@ -102,26 +103,13 @@ def trace(
 
     try:
         program = _jax.trace_program(program_body, name)
-    except jax.errors.ConcretizationTypeError as error:
-        raise _concrete_needed(name, error) from error
-    except jax.errors.UnexpectedTracerError as error:
-        raise TracingError(
-            f"{name}: a value of another trace was used: a traced value was kept outside its function, or a function"
-            " given to jax.lax.scan, cond, while_loop or jax.checkpoint reads a variable and was cached by JAX."
-            " Return values instead of keeping them; use px.scan, px.cond and px.while_loop, or define the inner"
-            " function inside the traced one."
-        ) from error
+    except Exception as error:
+        better = why_not_traced(name, error)
+        if better is None:
+            raise
+        raise better from error
     frame, rebuild, n_results = made
     return Traced(program, len(input_types), frame, rebuild, n_results)
-
-
-def _concrete_needed(name: str, error: Exception) -> TracingError:
-    reason = str(error).partition("\n")[0]
-    return TracingError(
-        f"{name}: a Python value was asked for where only a traced one exists (while tracing, arrays and numbers have"
-        f" no value yet). JAX says: {reason} Use px.cond or jnp.where instead of `if`, px.while_loop or px.scan"
-        " instead of loops over values, or name the argument in static_argnames."
-    )
 
 
 def split_results(result: Any, name: str) -> tuple[list[Any], Callable[[list[Any]], Any]]:
@@ -177,6 +165,15 @@ class Compiled:
 
     def __call__(self, traced: Traced, args: Sequence[Any]) -> Any:
         """Run on the variables of `traced`, which take their new values all at once or not at all."""
+        try:
+            return self._run(traced, args)
+        except (ValueError, jax.errors.UnexpectedTracerError) as error:
+            better = why_not_run(self.program.name, traced, args, error)
+            if better is None:
+                raise
+            raise better from error
+
+    def _run(self, traced: Traced, args: Sequence[Any]) -> Any:
         with dispatch_lock:
             for variable, _ in traced.captures:
                 if variable._stored is None:

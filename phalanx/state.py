@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from phalanx import _jax
+from phalanx._explain import leaked
 from phalanx.errors import (
     AggregationRequiredError,
     AssignmentError,
@@ -233,6 +234,8 @@ class EagerFrame(Frame):
 
     def store(self, variable: Variable, stored: Any) -> None:
         refuse_transformations(variable, None)
+        if _jax.is_tracer(stored):
+            raise leaked(f"{variable.label}, assigned at {_jax.user_line()}")
         variable._replace(variable._placed(stored))
 
     def handed_out(self, variable: Variable) -> None:
