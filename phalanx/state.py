@@ -486,7 +486,8 @@ def load_for_call(capture: Capture) -> Any:
     if not _jax.is_eager():
         frame.base.handed_out(variable)
     if _jax.in_replica_trace() and not lifted:
-        return stored
+        # The program takes the invariant value; tapes that want it varying are told of their own capture.
+        return _tell_tapes(frame, variable, stored, lifting=False)
     value = _tell_tapes(frame, variable, stored)
     return _jax.lift(value) if lifted else value
 
@@ -496,9 +497,10 @@ def tape_key(frame: Frame) -> Hashable:
     return tuple(tape.key for tape in tapes_of(frame)) if _jax.in_replica_trace() else ()
 
 
-def _tell_tapes(frame: Frame, variable: Variable, value: Any) -> Any:
+def _tell_tapes(frame: Frame, variable: Variable, value: Any, lifting: bool = True) -> Any:
     for tape in reversed(list(tapes_of(frame))):
-        value = tape.on_read(variable, value)
+        if lifting or not tape.lifts(variable):
+            value = tape.on_read(variable, value)
     return value
 
 
