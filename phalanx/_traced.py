@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import inspect
 import itertools
 import threading
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 from phalanx import _jax, state
 from phalanx._explain import why_not_run, why_not_traced
 from phalanx._signature import NUMBERS, is_input
-from phalanx.errors import TracingError
+from phalanx.errors import ArgumentTypeError, TracingError
 from phalanx.variables import Component, Variable
 
 dispatch_lock = threading.RLock()
@@ -116,6 +117,12 @@ def split_results(result: Any, name: str) -> tuple[list[Any], Callable[[list[Any
     """The arrays of a result, and how to build the result around others."""
     leaves, structure = jax.tree.flatten(result)
     leaves = [leaf.value if isinstance(leaf, (Variable, Component)) else leaf for leaf in leaves]
+    for leaf in leaves:
+        if inspect.iscoroutine(leaf) or inspect.isgenerator(leaf) or inspect.isasyncgen(leaf):
+            raise ArgumentTypeError(
+                f"{name} returns a {type(leaf).__name__}: its body has not run and would run outside the trace. Write a"
+                " plain function, and return a list or tuple instead of using yield."
+            )
     dynamic = [is_input(leaf) for leaf in leaves]
     static = [None if d else leaf for d, leaf in zip(dynamic, leaves)]
     arrays = [jnp.asarray(leaf) if isinstance(leaf, NUMBERS) else leaf for leaf, d in zip(leaves, dynamic) if d]

@@ -208,7 +208,11 @@ class Strategy:
         checked = check_arguments(args, kwargs, name)
         with state.pushed(state.ContextFrame(state.top(), state.CrossReplica(self))):
             if state.top().is_eager:
-                return as_function(name, functools.partial(run_in_trace, self), fn, options=name, keep=self._eager_runs)(*checked)
+                construct = functools.partial(run_in_trace, self)
+                program = as_function(
+                    name, construct, fn, parameters=["args", "kwargs"], options=name, keep=self._eager_runs
+                )
+                return program(*checked)
             return run_in_trace(self, fn, *checked, options=name)
 
     # ---- reducing and looking ----
