@@ -60,10 +60,8 @@ def why_not_run(name: str, traced: Traced, args: Sequence[Any], error: Exception
 def leaked(name: str) -> TracingError:
     """The error for a traced value that is used when its trace is over."""
     return TracingError(
-        f"{name}: a value of another trace was used: a traced value was kept outside its function, or a function"
-        " given to jax.lax.scan, cond, while_loop or jax.checkpoint reads a variable and was cached by JAX."
-        " Return values instead of keeping them; use px.scan, px.cond and px.while_loop, or define the inner"
-        " function inside the traced one."
+        f"{name}: a value of another trace was used: a traced value was kept (in a list, an attribute, a global) and"
+        " outlived the function that it was computed in. Return it, or keep it in a px.Variable."
     )
 
 

@@ -90,7 +90,26 @@ def staged_for(trace: Trace) -> str:
 
 def trace_context() -> Hashable:
     """JAX settings that belong to the key of a cached trace (x64, matmul precision ...)."""
-    return _config.trace_context()
+    generation = _body_generation.value
+    if not generation:
+        return _config.trace_context()
+    set_body_generation(0)
+    try:
+        return _config.trace_context()
+    finally:
+        set_body_generation(generation)
+
+
+_body_generation = jax.make_user_context(0)
+
+
+def set_body_generation(number: int) -> None:
+    """Let JAX find only bodies that it traced under this number in this place.
+
+    JAX keeps what it traced of a function given to `lax.scan`, `cond`, `checkpoint` ... by the function's
+    identity, together with the traced values that the function closed over at the time.
+    """
+    _body_generation._obj.set_local(number)
 
 
 @contextlib.contextmanager
@@ -410,9 +429,7 @@ def lift(value: Any) -> Any:
 
 def all_gather(value: Any, axis: int, *, stacked: bool) -> Any:
     """The parts of all replicas side by side, typed as the same on every replica."""
-    from jax._src.lax import parallel
-
-    return parallel.all_gather_invariant(lift(value), REPLICA_AXIS, axis=axis, tiled=not stacked)
+    return jax.lax.all_gather(lift(value), REPLICA_AXIS, axis=axis, tiled=not stacked, to="invarying")
 
 
 @functools.lru_cache(maxsize=4096)

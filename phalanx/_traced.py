@@ -98,6 +98,7 @@ def trace(
         inputs = [tracing.input(aval) for aval in input_types]
         args, kwargs = arguments(inputs)
         with state.pushed(frame):
+            state.renew_bodies()
             results, rebuild = split_results(body(*args, **kwargs), name)
         made[:] = [frame, rebuild, len(results)]
         return [*results, *(frame.values[v] for v in frame.written), *frame.initial.values()]
@@ -109,6 +110,8 @@ def trace(
         if better is None:
             raise
         raise better from error
+    finally:
+        state.renew_bodies()
     frame, rebuild, n_results = made
     return Traced(program, len(input_types), frame, rebuild, n_results)
 

@@ -13,6 +13,7 @@ each read. A new kind of place is a new frame, nothing else.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator
@@ -288,8 +289,10 @@ class TraceFrame(Frame):
         for trace in _jax.trace_chain():
             if trace is self.tracing.trace:
                 break
-            if _jax.is_staging(trace) and _jax.staged_for(trace) == "jit":
-                raise frozen(variable, "jit")
+            if _jax.is_staging(trace):
+                if _jax.staged_for(trace) == "jit":
+                    raise frozen(variable, "jit")
+                _stack.bodies_read = True
         if variable not in self.values:
             self.values[variable] = self._capture(variable, False, self.type_of(variable))
         return self.values[variable]
@@ -317,6 +320,7 @@ class TraceFrame(Frame):
         refuse_transformations(variable, self.tracing.trace)
         self.values[variable] = stored
         self.written[variable] = _jax.user_line()
+        renew_bodies()
 
     def created(self, variable: Variable, stored: Any) -> None:
         self.births.append(variable)
@@ -425,6 +429,8 @@ def refuse_transformations(variable: Variable, floor: Any) -> None:
 class _Stack(threading.local):
     def __init__(self) -> None:
         self.top: Frame = EagerFrame()
+        self.bodies_read = False
+        """Whether a variable was read in a body that JAX traces and keeps (lax.scan, cond, checkpoint ...)."""
 
 
 _stack = _Stack()
@@ -454,6 +460,23 @@ def pushed(frame: Frame) -> Iterator[None]:
 def set_top(frame: Frame) -> None:
     """For tapes, which may be closed in another order than they were opened."""
     _stack.top = frame
+    renew_bodies()
+
+
+_generations = itertools.count(2)
+_latest_generation = [1]
+
+
+def renew_bodies() -> None:
+    """Call where reading a variable gives something else from here on: after a write, in another trace or tape.
+
+    A body that read a variable, and that JAX kept with the value it saw, is traced anew the next time.
+    """
+    if _stack.bodies_read:
+        _stack.bodies_read = False
+        _latest_generation[0] = next(_generations)
+    # Eager code keeps to 0: its compiled programs must stay, and in its bodies reading a variable is an error.
+    _jax.set_body_generation(0 if _stack.top.is_eager else _latest_generation[0])
 
 
 @contextmanager
@@ -464,8 +487,12 @@ def lifted_out() -> Iterator[None]:
     frame.context = CrossReplica(strategy)
     # New arrays belong on the strategy's devices from the start, not on JAX's default one.
     device = nullcontext() if strategy is None else jax.default_device(strategy.devices[0])
-    with _jax.outside_traces(), pushed(frame), device:
-        yield
+    try:
+        with _jax.outside_traces(), pushed(frame), device:
+            renew_bodies()
+            yield
+    finally:
+        renew_bodies()
 
 
 def read(variable: Variable) -> jax.Array:

@@ -182,6 +182,7 @@ class GradientTape(OpenTape):
         for leaf in jax.tree.leaves(value, is_leaf=_is_source):
             if isinstance(leaf, Variable):
                 self._variables.setdefault(leaf, [])
+                state.renew_bodies()
             elif isinstance(leaf, jax.Array):
                 if _differentiable(leaf):
                     self._known[id(leaf)] = leaf
@@ -213,10 +214,12 @@ class GradientTape(OpenTape):
         if not self.active:
             raise TapeError("stop_recording was called on a tape that is not recording.")
         before, self.recording = self.recording, False
+        state.renew_bodies()
         try:
             yield
         finally:
             self.recording = before
+            state.renew_bodies()
 
     def reset(self) -> None:
         """Forget everything recorded and watched so far."""
