@@ -45,7 +45,7 @@ class PerReplica:
         """
         stacked = self.stacked
         if _jax.is_tracer(stacked):
-            if stacked.shape[0] != len(self):  # in a merge function, where each replica holds its own part
+            if _jax.varies(stacked):  # in a merge function, where each replica holds its own part
                 stacked = _jax.all_gather(stacked[0], 0, stacked=True)
             return tuple(stacked[i] for i in range(len(self)))
         if _jax.in_replica_trace():
