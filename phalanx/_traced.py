@@ -150,6 +150,9 @@ class Compiled:
         kept = [i for i in order if i - n_args not in self.donated]
         self._donated_inputs, self._kept_inputs = donated, kept
         self.signature = program_signature(traced, self.donated)
+        sizes = [aval.size for aval in program.out_avals]
+        smallest = sizes.index(min(sizes)) if sizes else 0
+        self._smallest_out = slice(smallest, smallest + 1)
 
         def flat(donated_values: list[Any], kept_values: list[Any], constants: list[Any]) -> list[Any]:
             values = dict(zip(donated, donated_values)) | dict(zip(kept, kept_values))
@@ -185,9 +188,6 @@ class Compiled:
 
     def _run(self, traced: Traced, args: Sequence[Any]) -> Any:
         with dispatch_lock:
-            for variable, _ in traced.captures:
-                if variable._stored is None:
-                    raise TracingError(f"{variable.label} has no value yet.")
             inputs = self._collect(traced, args)
             arranged = self.arrange(inputs, traced.program.constants)
             outs: list[Any] = []
@@ -204,13 +204,15 @@ class Compiled:
                 commit()
                 raise
             if traced.in_order:
-                _previous[:] = _smallest(outs[0])
+                _previous[:] = outs[0][self._smallest_out]
             return traced.split(outs[0])[0]
 
     def _collect(self, traced: Traced, args: Sequence[Any]) -> list[Any]:
         inputs = [*args]
         for i, (variable, _) in enumerate(traced.captures):
             stored = variable._stored
+            if stored is None:
+                raise TracingError(f"{variable.label} has no value yet.")
             # Somebody may hold this very array: it must stay as it is, so a copy is given away.
             inputs.append(stored if variable._owned or i not in self.donated else jnp.copy(stored))
         return inputs
