@@ -32,7 +32,7 @@ UNIT = "ms"
 def cases(replicas: int, quick: bool) -> Iterator[Case]:
     layers = 2 if quick else 12
     tokens = np.random.default_rng(1).integers(0, VOCABULARY, (2, SEQUENCE))
-    models: dict[str, Any] = {
+    models: dict[str, tuple[Callable[..., Any], Any, Any]] = {
         "MLP 4 x 64": (squared_error, mlp_parameters([64] * 5), regression_batch(32, 64)),
         f"{layers}-layer transformer": (transformer_loss, transformer_parameters(layers, 64), (tokens,)),
     }
