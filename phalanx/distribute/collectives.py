@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from phalanx import _jax
 from phalanx.errors import ArgumentError, ArgumentTypeError
+from phalanx.variables import is_key
 
 ReduceOp = Literal["sum", "mean"]
 
@@ -69,6 +70,8 @@ def broadcast(value: Any, replica: int) -> Any:
     array = _as_array(value)
     if not _jax.varies(array):
         return array
+    if is_key(array):
+        return jax.random.wrap_key_data(broadcast(jax.random.key_data(array), replica), impl=jax.random.key_impl(array))
     mine = jax.lax.axis_index(_jax.REPLICA_AXIS) == replica
     bits = _countable(array)
     return _psum(jnp.where(mine, bits, jnp.zeros_like(bits))).astype(array.dtype)
