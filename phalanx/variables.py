@@ -48,6 +48,7 @@ class Variable:
     Raises:
         ArgumentError: for an unknown option, or ``"mean"`` on a dtype that is not floating.
         ArgumentTypeError: when `initial_value` is not numeric.
+        AssignmentTypeError: when `dtype` cannot hold it, as int32 cannot hold 2.5.
         VariableCreationError: when the initial value depends on a JAX transformation around the call.
 
     Example:
