@@ -7,8 +7,9 @@ usual habit of defining the inner function in the loop must not compile it again
 from __future__ import annotations
 
 import collections
+import inspect
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from phalanx._signature import function_key
@@ -42,16 +43,22 @@ def as_function(
     name: str,
     construct: Callable[..., Any],
     *functions: Callable[..., Any],
+    parameters: Sequence[str],
     options: Hashable = None,
     keep: EagerPrograms = _everywhere,
 ) -> Function[..., Any]:
-    """A traced function of the remaining arguments of ``construct(*functions, *arguments, options=options)``."""
+    """A traced function of the remaining arguments of ``construct(*functions, *arguments, options=options)``.
+
+    `parameters` are their names, for messages.
+    """
 
     def program(*arguments: Any) -> Any:
         chosen = {} if options is None else {"options": options}
         return construct(*functions, *arguments, **chosen)
 
     program.__name__ = program.__qualname__ = name
+    kind = inspect.Parameter.POSITIONAL_ONLY
+    program.__signature__ = inspect.Signature([inspect.Parameter(p, kind) for p in parameters])  # type: ignore[attr-defined]
 
     def make() -> Function[..., Any]:
         return Function(program, donate=True, static_argnames=(), input_signature=None, reduce_retracing=False)

@@ -14,6 +14,7 @@ import os
 import re
 import sys
 import sysconfig
+import traceback
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -90,7 +91,26 @@ def staged_for(trace: Trace) -> str:
 
 def trace_context() -> Hashable:
     """JAX settings that belong to the key of a cached trace (x64, matmul precision ...)."""
-    return _config.trace_context()
+    generation = _body_generation.value
+    if not generation:
+        return _config.trace_context()
+    set_body_generation(0)
+    try:
+        return _config.trace_context()
+    finally:
+        set_body_generation(generation)
+
+
+_body_generation = jax.make_user_context(0)
+
+
+def set_body_generation(number: int) -> None:
+    """Let JAX find only bodies that it traced under this number in this place.
+
+    JAX keeps what it traced of a function given to `lax.scan`, `cond`, `checkpoint` ... by the function's
+    identity, together with the traced values that the function closed over at the time.
+    """
+    _body_generation._obj.set_local(number)
 
 
 @contextlib.contextmanager
@@ -145,7 +165,7 @@ class OperationTrace(_core.Trace):  # type: ignore[misc]
     process_shard_map = process_call
 
     def process_custom_jvp_call(self, primitive: Any, fun: Any, jvp: Any, tracers: Any, /, **params: Any) -> Any:
-        return self._run(CustomOperation(primitive, dict(params, subfuns=(fun, jvp))), list(tracers))
+        return self._run(CustomJvpOperation(primitive, dict(params, subfuns=(fun, jvp))), list(tracers))
 
     def process_custom_vjp_call(
         self, primitive: Any, fun: Any, fwd: Any, bwd: Any, tracers: Any, /, **params: Any
@@ -211,6 +231,18 @@ class CustomOperation(Operation):
 
     def key(self) -> Hashable | None:
         return None
+
+
+class CustomJvpOperation(CustomOperation):
+    """A custom_jvp: JAX takes note of which of function and rule ran, and of the types that they got."""
+
+    __slots__ = ()
+
+    def __call__(self, *args: Any) -> list[Any]:
+        for subfun in self.params["subfuns"]:
+            for store in filter(None, subfun.stores):
+                store.reset()  # the last run counts; JAX refuses notes of two
+        return super().__call__(*args)
 
 
 def _alike(args: Sequence[Any]) -> list[Any]:
@@ -398,9 +430,7 @@ def lift(value: Any) -> Any:
 
 def all_gather(value: Any, axis: int, *, stacked: bool) -> Any:
     """The parts of all replicas side by side, typed as the same on every replica."""
-    from jax._src.lax import parallel
-
-    return parallel.all_gather_invariant(lift(value), REPLICA_AXIS, axis=axis, tiled=not stacked)
+    return jax.lax.all_gather(lift(value), REPLICA_AXIS, axis=axis, tiled=not stacked, to="invarying")
 
 
 @functools.lru_cache(maxsize=4096)
@@ -481,6 +511,13 @@ def split(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(REPLICA_AXIS))
 
 
+def span(devices: Sequence[Any]) -> str:
+    """Short names of devices: 'cpu:0-3', 'gpu:1', 'cpu:2,0'."""
+    ids = [d.id for d in devices]
+    in_a_row = ids == list(range(ids[0], ids[0] + len(ids))) and len(ids) > 1
+    return f"{devices[0].platform}:" + (f"{ids[0]}-{ids[-1]}" if in_a_row else ",".join(map(str, ids)))
+
+
 def backend_started() -> bool:
     """True once JAX has opened its devices; settings about them come too late then."""
     from jax._src import xla_bridge
@@ -530,6 +567,12 @@ def _is_users(filename: str) -> bool:
     path = os.path.abspath(filename)
     in_library = path.startswith(_STDLIB) and "site-packages" not in path
     return not (in_library or path.startswith((_PACKAGE + os.sep, _JAX + os.sep)))
+
+
+def line_of_error(error: BaseException) -> str:
+    """'file.py:12' of the innermost of the user's lines that an error passed through."""
+    lines = [f"{f.filename}:{f.lineno}" for f in traceback.extract_tb(error.__traceback__) if _is_users(f.filename)]
+    return lines[-1] if lines else user_line()
 
 
 def user_line() -> str:

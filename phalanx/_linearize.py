@@ -79,22 +79,25 @@ def _cached_forward(key: Hashable, mask: tuple[bool, ...], replicated: bool) -> 
 def _forward(
     operation: _jax.Operation, mask: tuple[bool, ...], replicated: bool, *args: Any
 ) -> tuple[list[Any], Any, Any]:
-    lift = _jax.lift if replicated else lambda x: x
+    def linearized(run: Any, watched: list[Any]) -> tuple[Any, Any, Any]:
+        def differentiated(*watched: Any) -> tuple[list[Any], list[Any]]:
+            rest = iter(watched)
+            outs = run(*[next(rest) if m else x for m, x in zip(mask, args)])
+            return [o for o in outs if jnp.issubdtype(o.dtype, jnp.inexact)], outs
 
-    def differentiated(*watched: Any) -> tuple[list[Any], list[Any]]:
-        rest = iter(watched)
-        run = operation.lifted if replicated else operation
-        outs = run(*[next(rest) if m else x for m, x in zip(mask, args)])
-        inexact = [o for o in outs if jnp.issubdtype(o.dtype, jnp.inexact)]
-        return inexact, outs
+        return jax.vjp(differentiated, *watched, has_aux=True)
 
-    watched = [lift(x) for m, x in zip(mask, args) if m]
-    linear, pullback, outs = jax.vjp(differentiated, *watched, has_aux=True)
-    if replicated and not any(_jax.varies(x) for x in args):
-        # All inputs are provably equal, so the outputs are too: lifting must not lose that. XLA merges
-        # the two computations.
-        return operation(*args), pullback, linear
-    return outs, pullback, None
+    watched = [x for m, x in zip(mask, args) if m]
+    if not replicated:
+        _, pullback, outs = linearized(operation, watched)
+        return outs, pullback, None
+    linear, pullback, outs = linearized(operation.lifted, [_jax.lift(x) for x in watched])
+    if any(_jax.varies(x) for x in args):
+        return outs, pullback, None
+    # All inputs are provably equal, so the outputs are too: lifting must not lose that. XLA merges the two
+    # computations. Both are derived: JAX lets a custom_jvp or custom_vjp take one way only, by its rule or without.
+    _, _, outs = linearized(operation, watched)
+    return outs, pullback, linear
 
 
 def _forward_lift(operation: _jax.Operation, x: Any) -> tuple[list[Any], Any, Any]:

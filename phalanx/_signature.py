@@ -78,22 +78,37 @@ def static_key(value: Any, label: str) -> Hashable:
     return (type(value), value)
 
 
-def function_key(fn: Any) -> Hashable:
-    """Equal for functions with the same code, closed-over cells and defaults.
+def function_key(fn: Any, seen: dict[Any, int] | None = None) -> Hashable:
+    """Equal for functions with the same code that see the same values: closed-over cells, defaults, globals.
 
-    A function that is defined anew in every round of a loop is the same program each time.
+    A function that is defined anew in every round of a loop is the same program each time. One that reads a
+    global which was bound to something else (a learning rate in a notebook) is another. The functions of its
+    own module that it calls are looked into likewise; `seen` numbers those that were.
     """
+    seen = {} if seen is None else seen
     if isinstance(fn, functools.partial):
-        keywords = tuple((k, _cell_key(v)) for k, v in fn.keywords.items())
-        return ("partial", function_key(fn.func), tuple(map(_cell_key, fn.args)), keywords)
+        keywords = tuple((k, _value_key(v, seen)) for k, v in fn.keywords.items())
+        return ("partial", function_key(fn.func, seen), tuple(_value_key(v, seen) for v in fn.args), keywords)
     if isinstance(fn, types.MethodType):
-        return ("method", function_key(fn.__func__), Identity(fn.__self__))
+        return ("method", function_key(fn.__func__, seen), Identity(fn.__self__))
     if not isinstance(fn, types.FunctionType):
         return Identity(fn)
-    cells = tuple(_cell_key(_contents(c), fn) for c in fn.__closure__ or ())
-    defaults = tuple(_cell_key(v, fn) for v in fn.__defaults__ or ())
-    keywords = tuple((k, _cell_key(v, fn)) for k, v in (fn.__kwdefaults__ or {}).items())
-    return (fn.__code__, Identity(fn.__globals__), cells, defaults, keywords)
+    if fn in seen:
+        return ("seen", seen[fn])
+    seen[fn] = len(seen)
+    cells = tuple(_value_key(_contents(c), seen) for c in fn.__closure__ or ())
+    defaults = tuple(_value_key(v, seen) for v in fn.__defaults__ or ())
+    keywords = tuple((k, _value_key(v, seen)) for k, v in (fn.__kwdefaults__ or {}).items())
+    module = fn.__globals__
+    read = tuple(_global_key(module[name], module, seen) for name in _names_in(fn.__code__) if name in module)
+    return (fn.__code__, Identity(module), cells, defaults, keywords, read)
+
+
+@functools.lru_cache(maxsize=4096)
+def _names_in(code: types.CodeType) -> tuple[str, ...]:
+    """Names that the code, or a function defined in it, may look up in its module."""
+    inner = (_names_in(const) for const in code.co_consts if isinstance(const, types.CodeType))
+    return tuple(dict.fromkeys((*code.co_names, *(name for names in inner for name in names))))
 
 
 def _contents(cell: Any) -> Any:
@@ -103,17 +118,20 @@ def _contents(cell: Any) -> Any:
         return None
 
 
-def _cell_key(value: Any, owner: Any = None) -> Hashable:
+def _global_key(value: Any, module: dict[str, Any], seen: dict[Any, int]) -> Hashable:
+    if isinstance(value, types.FunctionType) and value.__globals__ is not module:
+        return Identity(value)
+    return _value_key(value, seen)
+
+
+def _value_key(value: Any, seen: dict[Any, int]) -> Hashable:
     if isinstance(value, (bool, *NUMBERS, str, bytes, type(None))):
         return (type(value), value)
     if isinstance(value, tuple):
-        return tuple(_cell_key(v, owner) for v in value)
-    if isinstance(value, types.FunctionType) and value is not owner:
-        try:
-            return function_key(value)
-        except RecursionError:
-            return Identity(value)
-    return "itself" if value is owner else Identity(value)
+        return tuple(_value_key(v, seen) for v in value)
+    if isinstance(value, types.FunctionType):
+        return function_key(value, seen)
+    return Identity(value)
 
 
 class Signature:
@@ -276,7 +294,7 @@ def _conform_leaf(spec: Any, value: Any, label: str) -> Any:
         raise ArgumentTypeError(f"{label}: input_signature asks for shape {shape}, got {tuple(array.shape)}.")
     strong = isinstance(array, jax.Array) and not array.weak_type
     try:
-        check_kind(label, array.dtype, spec.dtype, "value", exact=strong)
+        check_kind(label, array.dtype, spec.dtype, exact=strong)
     except AssignmentError as error:
         raise ArgumentTypeError(str(error)) from None
     if _jax.is_tracer(array) or isinstance(array, jax.Array):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import inspect
 import itertools
 import threading
 from collections.abc import Callable, Sequence
@@ -19,8 +20,9 @@ import jax
 import jax.numpy as jnp
 
 from phalanx import _jax, state
+from phalanx._explain import why_not_run, why_not_traced
 from phalanx._signature import NUMBERS, is_input
-from phalanx.errors import TracingError
+from phalanx.errors import ArgumentTypeError, TracingError
 from phalanx.variables import Component, Variable
 
 dispatch_lock = threading.RLock()
@@ -96,38 +98,34 @@ def trace(
         inputs = [tracing.input(aval) for aval in input_types]
         args, kwargs = arguments(inputs)
         with state.pushed(frame):
+            state.renew_bodies()
             results, rebuild = split_results(body(*args, **kwargs), name)
         made[:] = [frame, rebuild, len(results)]
         return [*results, *(frame.values[v] for v in frame.written), *frame.initial.values()]
 
     try:
         program = _jax.trace_program(program_body, name)
-    except jax.errors.ConcretizationTypeError as error:
-        raise _concrete_needed(name, error) from error
-    except jax.errors.UnexpectedTracerError as error:
-        raise TracingError(
-            f"{name}: a value of another trace was used: a traced value was kept outside its function, or a function"
-            " given to jax.lax.scan, cond, while_loop or jax.checkpoint reads a variable and was cached by JAX."
-            " Return values instead of keeping them; use px.scan, px.cond and px.while_loop, or define the inner"
-            " function inside the traced one."
-        ) from error
+    except Exception as error:
+        better = why_not_traced(name, error)
+        if better is None:
+            raise
+        raise better from error
+    finally:
+        state.renew_bodies()
     frame, rebuild, n_results = made
     return Traced(program, len(input_types), frame, rebuild, n_results)
-
-
-def _concrete_needed(name: str, error: Exception) -> TracingError:
-    reason = str(error).partition("\n")[0]
-    return TracingError(
-        f"{name}: a Python value was asked for where only a traced one exists (while tracing, arrays and numbers have"
-        f" no value yet). JAX says: {reason} Use px.cond or jnp.where instead of `if`, px.while_loop or px.scan"
-        " instead of loops over values, or name the argument in static_argnames."
-    )
 
 
 def split_results(result: Any, name: str) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     """The arrays of a result, and how to build the result around others."""
     leaves, structure = jax.tree.flatten(result)
     leaves = [leaf.value if isinstance(leaf, (Variable, Component)) else leaf for leaf in leaves]
+    for leaf in leaves:
+        if inspect.iscoroutine(leaf) or inspect.isgenerator(leaf) or inspect.isasyncgen(leaf):
+            raise ArgumentTypeError(
+                f"{name} returns a {type(leaf).__name__}: its body has not run and would run outside the trace. Write a"
+                " plain function, and return a list or tuple instead of using yield."
+            )
     dynamic = [is_input(leaf) for leaf in leaves]
     static = [None if d else leaf for d, leaf in zip(dynamic, leaves)]
     arrays = [jnp.asarray(leaf) if isinstance(leaf, NUMBERS) else leaf for leaf, d in zip(leaves, dynamic) if d]
@@ -152,6 +150,9 @@ class Compiled:
         kept = [i for i in order if i - n_args not in self.donated]
         self._donated_inputs, self._kept_inputs = donated, kept
         self.signature = program_signature(traced, self.donated)
+        sizes = [aval.size for aval in program.out_avals]
+        smallest = sizes.index(min(sizes)) if sizes else 0
+        self._smallest_out = slice(smallest, smallest + 1)
 
         def flat(donated_values: list[Any], kept_values: list[Any], constants: list[Any]) -> list[Any]:
             values = dict(zip(donated, donated_values)) | dict(zip(kept, kept_values))
@@ -177,10 +178,16 @@ class Compiled:
 
     def __call__(self, traced: Traced, args: Sequence[Any]) -> Any:
         """Run on the variables of `traced`, which take their new values all at once or not at all."""
+        try:
+            return self._run(traced, args)
+        except (ValueError, jax.errors.UnexpectedTracerError) as error:
+            better = why_not_run(self.program.name, traced, args, error)
+            if better is None:
+                raise
+            raise better from error
+
+    def _run(self, traced: Traced, args: Sequence[Any]) -> Any:
         with dispatch_lock:
-            for variable, _ in traced.captures:
-                if variable._stored is None:
-                    raise TracingError(f"{variable.label} has no value yet.")
             inputs = self._collect(traced, args)
             arranged = self.arrange(inputs, traced.program.constants)
             outs: list[Any] = []
@@ -197,13 +204,15 @@ class Compiled:
                 commit()
                 raise
             if traced.in_order:
-                _previous[:] = _smallest(outs[0])
+                _previous[:] = outs[0][self._smallest_out]
             return traced.split(outs[0])[0]
 
     def _collect(self, traced: Traced, args: Sequence[Any]) -> list[Any]:
         inputs = [*args]
         for i, (variable, _) in enumerate(traced.captures):
             stored = variable._stored
+            if stored is None:
+                raise TracingError(f"{variable.label} has no value yet.")
             # Somebody may hold this very array: it must stay as it is, so a copy is given away.
             inputs.append(stored if variable._owned or i not in self.donated else jnp.copy(stored))
         return inputs

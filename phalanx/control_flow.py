@@ -80,7 +80,7 @@ def while_loop(cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], Any], i
     """
     _check_functions("while_loop", cond_fun, body_fun)
     if _runs_now():
-        return as_function("while_loop", _trace_while, cond_fun, body_fun)(init_val)
+        return as_function("while_loop", _trace_while, cond_fun, body_fun, parameters=["init_val"])(init_val)
     return _trace_while(cond_fun, body_fun, init_val)
 
 
@@ -123,7 +123,8 @@ def scan(
     steps = _length(xs, length)
     options = (steps, bool(reverse), unroll)
     if _runs_now():
-        return as_function("scan", _trace_scan, f, options=options)(init, xs)  # type: ignore[no-any-return]
+        loop = as_function("scan", _trace_scan, f, parameters=["init", "xs"], options=options)
+        return loop(init, xs)  # type: ignore[no-any-return]
     return _trace_scan(f, init, xs, options=options)
 
 

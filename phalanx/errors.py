@@ -7,6 +7,7 @@ __all__ = [
     "ArgumentError",
     "ArgumentTypeError",
     "AssignmentError",
+    "AssignmentTypeError",
     "DeviceError",
     "FrozenVariableError",
     "PhalanxError",
@@ -35,6 +36,10 @@ class ArgumentTypeError(PhalanxError, TypeError):
 
 class AssignmentError(PhalanxError, ValueError):
     """A value does not fit the variable it is assigned to (shape or dtype)."""
+
+
+class AssignmentTypeError(AssignmentError, TypeError):
+    """A value has a dtype that the variable's cannot hold without losing its kind."""
 
 
 class AggregationRequiredError(PhalanxError, ValueError):

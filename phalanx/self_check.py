@@ -44,7 +44,9 @@ def self_check(
         ...     total = px.Variable(0.0, aggregation="sum")
         >>> @px.function
         ... def step(x):
-        ...     strategy.run(lambda x: total.assign_add(x.sum()) and None, args=(x,))
+        ...     def replica_step(x):
+        ...         total.assign_add(x.sum())
+        ...     strategy.run(replica_step, args=(x,))
         >>> n = len(jax.devices())
         >>> px.self_check(step, strategy.distribute_dataset(jnp.ones(6 * n), batch_size=2 * n))
         'equal'

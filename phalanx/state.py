@@ -13,6 +13,7 @@ each read. A new kind of place is a new frame, nothing else.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator
@@ -23,6 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from phalanx import _jax
+from phalanx._explain import leaked
 from phalanx.errors import (
     AggregationRequiredError,
     AssignmentError,
@@ -87,8 +89,11 @@ class CrossReplica(Context):
         return ("cross-replica", self.strategy and self.strategy.key)
 
     def read(self, variable: Variable, frame: Frame) -> jax.Array:
-        stored = frame.load_for_read(variable)
-        return self.merge(variable, stored) if variable.per_replica else stored
+        if not variable.per_replica:
+            return frame.load_for_read(variable)
+        # Merging is the owner's business; one value for all can be read anywhere (peer: strategy_two_strategies).
+        refuse_foreign(variable, self.strategy, "read")
+        return self.merge(variable, frame.load_for_read(variable))
 
     def assign(self, variable: Variable, value: Any, op: Op, frame: Frame) -> None:
         refuse_foreign(variable, self.strategy, "assigned")
@@ -230,6 +235,8 @@ class EagerFrame(Frame):
 
     def store(self, variable: Variable, stored: Any) -> None:
         refuse_transformations(variable, None)
+        if _jax.is_tracer(stored):
+            raise leaked(f"{variable.label}, assigned at {_jax.user_line()}")
         variable._replace(variable._placed(stored))
 
     def handed_out(self, variable: Variable) -> None:
@@ -282,8 +289,10 @@ class TraceFrame(Frame):
         for trace in _jax.trace_chain():
             if trace is self.tracing.trace:
                 break
-            if _jax.is_staging(trace) and _jax.staged_for(trace) == "jit":
-                raise frozen(variable, "jit")
+            if _jax.is_staging(trace):
+                if _jax.staged_for(trace) == "jit":
+                    raise frozen(variable, "jit")
+                _stack.bodies_read = True
         if variable not in self.values:
             self.values[variable] = self._capture(variable, False, self.type_of(variable))
         return self.values[variable]
@@ -311,6 +320,7 @@ class TraceFrame(Frame):
         refuse_transformations(variable, self.tracing.trace)
         self.values[variable] = stored
         self.written[variable] = _jax.user_line()
+        renew_bodies()
 
     def created(self, variable: Variable, stored: Any) -> None:
         self.births.append(variable)
@@ -419,6 +429,8 @@ def refuse_transformations(variable: Variable, floor: Any) -> None:
 class _Stack(threading.local):
     def __init__(self) -> None:
         self.top: Frame = EagerFrame()
+        self.bodies_read = False
+        """Whether a variable was read in a body that JAX traces and keeps (lax.scan, cond, checkpoint ...)."""
 
 
 _stack = _Stack()
@@ -448,6 +460,23 @@ def pushed(frame: Frame) -> Iterator[None]:
 def set_top(frame: Frame) -> None:
     """For tapes, which may be closed in another order than they were opened."""
     _stack.top = frame
+    renew_bodies()
+
+
+_generations = itertools.count(2)
+_latest_generation = [1]
+
+
+def renew_bodies() -> None:
+    """Call where reading a variable gives something else from here on: after a write, in another trace or tape.
+
+    A body that read a variable, and that JAX kept with the value it saw, is traced anew the next time.
+    """
+    if _stack.bodies_read:
+        _stack.bodies_read = False
+        _latest_generation[0] = next(_generations)
+    # Eager code keeps to 0: its compiled programs must stay, and in its bodies reading a variable is an error.
+    _jax.set_body_generation(0 if _stack.top.is_eager else _latest_generation[0])
 
 
 @contextmanager
@@ -458,8 +487,12 @@ def lifted_out() -> Iterator[None]:
     frame.context = CrossReplica(strategy)
     # New arrays belong on the strategy's devices from the start, not on JAX's default one.
     device = nullcontext() if strategy is None else jax.default_device(strategy.devices[0])
-    with _jax.outside_traces(), pushed(frame), device:
-        yield
+    try:
+        with _jax.outside_traces(), pushed(frame), device:
+            renew_bodies()
+            yield
+    finally:
+        renew_bodies()
 
 
 def read(variable: Variable) -> jax.Array:
@@ -480,7 +513,8 @@ def load_for_call(capture: Capture) -> Any:
     if not _jax.is_eager():
         frame.base.handed_out(variable)
     if _jax.in_replica_trace() and not lifted:
-        return stored
+        # The program takes the invariant value; tapes that want it varying are told of their own capture.
+        return _tell_tapes(frame, variable, stored, lifting=False)
     value = _tell_tapes(frame, variable, stored)
     return _jax.lift(value) if lifted else value
 
@@ -490,9 +524,10 @@ def tape_key(frame: Frame) -> Hashable:
     return tuple(tape.key for tape in tapes_of(frame)) if _jax.in_replica_trace() else ()
 
 
-def _tell_tapes(frame: Frame, variable: Variable, value: Any) -> Any:
+def _tell_tapes(frame: Frame, variable: Variable, value: Any, lifting: bool = True) -> Any:
     for tape in reversed(list(tapes_of(frame))):
-        value = tape.on_read(variable, value)
+        if lifting or not tape.lifts(variable):
+            value = tape.on_read(variable, value)
     return value
 
 

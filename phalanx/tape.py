@@ -182,6 +182,7 @@ class GradientTape(OpenTape):
         for leaf in jax.tree.leaves(value, is_leaf=_is_source):
             if isinstance(leaf, Variable):
                 self._variables.setdefault(leaf, [])
+                state.renew_bodies()
             elif isinstance(leaf, jax.Array):
                 if _differentiable(leaf):
                     self._known[id(leaf)] = leaf
@@ -213,10 +214,12 @@ class GradientTape(OpenTape):
         if not self.active:
             raise TapeError("stop_recording was called on a tape that is not recording.")
         before, self.recording = self.recording, False
+        state.renew_bodies()
         try:
             yield
         finally:
             self.recording = before
+            state.renew_bodies()
 
     def reset(self) -> None:
         """Forget everything recorded and watched so far."""
@@ -256,8 +259,10 @@ class GradientTape(OpenTape):
         return (self._watch_variables, by_hand) if self.active and self.recording else None
 
     def on_read(self, variable: Any, value: Any) -> Any:
-        if not self.lifts(variable):
-            return value
+        return self._watched(variable, value) if self.lifts(variable) else value
+
+    def _watched(self, variable: Any, value: Any) -> Any:
+        """The read `value` as what gradients end at."""
         if not _differentiable(value):
             self._variables.setdefault(variable, [])
             return value
@@ -311,7 +316,7 @@ class GradientTape(OpenTape):
         """
         if unconnected_gradients not in ("none", "zero"):
             raise ArgumentError(f"unconnected_gradients must be 'none' or 'zero', got {unconnected_gradients!r}.")
-        targets = _targets(target)
+        targets = self._targets(target)
         seeds = _seeds(targets, target, output_gradients)
         leaves, structure = _sources(sources)
         with self._differentiating():
@@ -340,7 +345,7 @@ class GradientTape(OpenTape):
             Array([[2., 0.],
                    [0., 4.]], dtype=float32)
         """
-        (array,) = _single(target, "jacobian")
+        (array,) = self._single(target, "jacobian")
         leaves, structure = _sources(sources)
         with self._differentiating():
             basis = jnp.eye(array.size, dtype=array.dtype).reshape(array.size, *array.shape)
@@ -365,7 +370,7 @@ class GradientTape(OpenTape):
             ArgumentError: when the first dimensions differ.
             TapeError: as in `gradient`.
         """
-        (array,) = _single(target, "batch_jacobian")
+        (array,) = self._single(target, "batch_jacobian")
         leaves, _ = _sources(source)
         shape = _shape(leaves[0]) if len(leaves) == 1 else None
         if not shape or not array.ndim or array.shape[0] != shape[0]:
@@ -381,6 +386,27 @@ class GradientTape(OpenTape):
                 rows = jnp.moveaxis(rows, 0, 1).reshape(shape[0], *array.shape[1:], *shape[1:])
             full = (shape[0], *array.shape[1:], *shape[1:])
             return rows if rows is not None or unconnected_gradients == "none" else jnp.zeros(full, array.dtype)
+
+    def _targets(self, target: Any) -> list[Any]:
+        return [self._target(leaf) for leaf in jax.tree.leaves(target, is_leaf=_is_source)]
+
+    def _target(self, leaf: Any) -> Any:
+        if isinstance(leaf, jax.Array):
+            return leaf
+        if not _is_source(leaf):
+            raise ArgumentTypeError(
+                f"the target of a gradient must be an array that the tape recorded, got {type(leaf).__name__}"
+                f" {leaf!r:.60}."
+            )
+        # A watched variable is its own target also when it is read now, after the tape was closed.
+        variable = leaf.container if isinstance(leaf, Component) else leaf
+        return self._watched(variable, variable.value) if variable in self._variables else variable.value
+
+    def _single(self, target: Any, caller: str) -> list[Any]:
+        targets = self._targets(target)
+        if len(targets) != 1:
+            raise ArgumentError(f"{caller} takes one target array, got a structure of {len(targets)}.")
+        return targets
 
     @contextmanager
     def _differentiating(self) -> Iterator[None]:
@@ -462,24 +488,6 @@ def _differentiable(value: Any) -> bool:
 
 def _is_source(value: Any) -> bool:
     return isinstance(value, (Variable, Component))
-
-
-def _targets(target: Any) -> list[Any]:
-    leaves = jax.tree.leaves(target, is_leaf=_is_source)
-    for leaf in leaves:
-        if not isinstance(leaf, (jax.Array, Variable, Component)):
-            raise ArgumentTypeError(
-                f"the target of a gradient must be an array that the tape recorded, got {type(leaf).__name__}"
-                f" {leaf!r:.60}."
-            )
-    return [leaf.value if _is_source(leaf) else leaf for leaf in leaves]
-
-
-def _single(target: Any, caller: str) -> list[Any]:
-    targets = _targets(target)
-    if len(targets) != 1:
-        raise ArgumentError(f"{caller} takes one target array, got a structure of {len(targets)}.")
-    return targets
 
 
 def _sources(sources: Any) -> tuple[list[Any], Any]:

@@ -16,6 +16,7 @@ from phalanx.errors import (
     ArgumentError,
     ArgumentTypeError,
     AssignmentError,
+    AssignmentTypeError,
     StrategyError,
     VariableCreationError,
 )
@@ -47,6 +48,7 @@ class Variable:
     Raises:
         ArgumentError: for an unknown option, or ``"mean"`` on a dtype that is not floating.
         ArgumentTypeError: when `initial_value` is not numeric.
+        AssignmentTypeError: when `dtype` cannot hold it, as int32 cannot hold 2.5.
         VariableCreationError: when the initial value depends on a JAX transformation around the call.
 
     Example:
@@ -88,10 +90,10 @@ class Variable:
         value = self._initial(initial_value, dtype)
         self.shape: tuple[int, ...] = tuple(value.shape)
         self.dtype: np.dtype[Any] = value.dtype
-        if aggregation == "mean" and not jnp.issubdtype(self.dtype, jnp.inexact):
+        if aggregation == "mean" and not jnp.issubdtype(self.dtype, jnp.inexact) or aggregation == "sum" and is_key(value):
             raise ArgumentError(
-                f"{self.label}: aggregation='mean' needs a floating or complex dtype, got {self.dtype}. Use 'sum' or"
-                " 'only_first_replica', or give dtype='float32'."
+                f"{self.label}: aggregation={aggregation!r} cannot merge values of dtype {self.dtype}. Use"
+                " 'only_first_replica'" + ("." if is_key(value) else ", 'sum', or dtype='float32'.")
             )
         state.create(self, value)
         if self.strategy is not None:
@@ -129,13 +131,13 @@ class Variable:
                     f"{self.label} is created at {self._created_at} from a value that belongs to a JAX"
                     " transformation. Create it outside, or give its initial value as a function without arguments."
                 )
-            return cast(jax.Array, initial_value.astype(dtype or initial_value.dtype))
+            return cast(jax.Array, initial_value if dtype is None else initial_value.astype(dtype))
         array = to_array(self.label, "initial_value", initial_value)
         if dtype is not None and isinstance(initial_value, (bool, int, float, complex, list, tuple)):
-            check_kind(self.label, array.dtype, dtype, "initial_value")
+            check_kind(self.label, array.dtype, dtype)
         with state.lifted_out():
             if isinstance(array, jax.Array):
-                return array.astype(dtype or array.dtype)
+                return array if dtype is None or dtype == array.dtype else array.astype(dtype)
             if dtype is None and not isinstance(initial_value, (np.ndarray, np.generic)):
                 dtype = jnp.result_type(_weak_type_of(array.dtype))
             # A copy: on a CPU JAX may share memory with NumPy, whose owner can write to it.
@@ -233,8 +235,8 @@ class Variable:
 
     def _fit(self, value: Any, arithmetic: str | None = None) -> Any:
         """`value` as an array of this variable's shape and dtype, or an AssignmentError."""
-        if arithmetic and self.dtype == np.bool_:
-            raise AssignmentError(f"{self.label}: cannot {arithmetic} a bool variable; use assign.")
+        if arithmetic and (self.dtype == np.bool_ or is_key(self.dtype)):
+            raise AssignmentError(f"{self.label}: cannot {arithmetic} a variable of dtype {self.dtype}; use assign.")
         if is_per_replica(value):
             return value
         if isinstance(value, (Variable, Component)):
@@ -247,7 +249,7 @@ class Variable:
             )
         if array.dtype == self.dtype:
             return array if isinstance(array, jax.Array) else jnp.array(array)
-        check_kind(self.label, array.dtype, self.dtype, "value", exact=_is_strong(array))
+        check_kind(self.label, array.dtype, self.dtype, exact=_is_strong(array))
         if isinstance(array, jax.Array):
             return array.astype(self.dtype)
         return jnp.array(array, self.dtype)
@@ -332,7 +334,7 @@ class Variable:
             stored = stored[0]
         try:
             with state.lifted_out(), np.printoptions(threshold=6, edgeitems=2, precision=4):
-                return " ".join(str(np.asarray(stored)).split())
+                return " ".join(str(_to_host(stored)).split())
         except Exception:  # a repr must not fail: buffers may be gone, or lie on another process
             return "<not readable here>"
 
@@ -340,11 +342,14 @@ class Variable:
         if self._stored is None:
             raise VariableCreationError(f"{self.label} has no value yet and cannot be copied or pickled.")
         kept = {k: v for k, v in self.__dict__.items() if k not in ("strategy", "_stored", "_owned")}
-        return {**kept, "value": np.asarray(self._stored)}
+        with state.lifted_out():
+            return {**kept, "value": _to_host(self._stored), "key_impl": _key_impl(self._stored)}
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
         """The copy belongs to the strategy in whose scope it is made; components merge and spread anew."""
-        stored = jnp.array(kept.pop("value"))
+        stored, key_impl = jnp.array(kept.pop("value")), kept.pop("key_impl")
+        if key_impl is not None:
+            stored = jax.random.wrap_key_data(stored, impl=key_impl)
         self.__dict__.update(kept)
         self.strategy = state.context().strategy
         if self.per_replica and stored.shape[0] != self.num_components:
@@ -430,24 +435,34 @@ class _IndexedUpdate:
         self._variable = variable
         self._index = index
 
-    def _values(self, values: ArrayLike) -> Any:
-        array = to_array(self._variable.label, "value", values)
-        check_kind(self._variable.label, array.dtype, self._variable.dtype, "value", exact=_is_strong(array))
-        return array
+    def _updated(self, array: Any, method: str, values: ArrayLike) -> Any:
+        """`array` after the update, or an error that names the variable."""
+        label = self._variable.label
+        values = to_array(label, "value", values)
+        check_kind(label, values.dtype, self._variable.dtype, exact=_is_strong(values))
+        try:
+            return getattr(array.at[self._index], method)(values)
+        except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):  # about tracing
+            raise
+        except (TypeError, ValueError, IndexError) as error:
+            raise AssignmentError(
+                f"{label} has shape {self._variable.shape}, and at[{self._index!r:.60}].{method} with a value of shape"
+                f" {tuple(values.shape)} does not fit, at {_jax.user_line()}: {_reason(error)}"
+            ) from error
 
     def _assign(self, method: str, values: ArrayLike) -> Variable:
-        updated = getattr(self._variable.value.at[self._index], method)(self._values(values))
-        return self._variable.assign(updated)
+        return self._variable.assign(self._updated(self._variable.value, method, values))
+
+    def _increment(self, values: ArrayLike) -> Any:
+        return self._updated(jnp.zeros(self._variable.shape, self._variable.dtype), "add", values)
 
     def add(self, values: ArrayLike) -> Variable:
         """Add at the index; repeated indices add up. In a replica the increments are merged."""
-        increment = jnp.zeros(self._variable.shape, self._variable.dtype).at[self._index].add(self._values(values))
-        return self._variable.assign_add(increment)
+        return self._variable.assign_add(self._increment(values))
 
     def subtract(self, values: ArrayLike) -> Variable:
         """Subtract at the index; otherwise as `add`."""
-        increment = jnp.zeros(self._variable.shape, self._variable.dtype).at[self._index].add(self._values(values))
-        return self._variable.assign_sub(increment)
+        return self._variable.assign_sub(self._increment(values))
 
     def set(self, values: ArrayLike) -> Variable:
         """Replace at the index."""
@@ -497,6 +512,19 @@ def to_array(label: str, argument: str, value: Any) -> Any:
     return array
 
 
+def is_key(value: Any) -> bool:
+    """True for an array of JAX's random keys, or its dtype."""
+    return jnp.issubdtype(getattr(value, "dtype", value), jax.dtypes.prng_key)
+
+
+def _to_host(array: Any) -> np.ndarray[Any, Any]:
+    return np.asarray(jax.random.key_data(array) if is_key(array) else array)
+
+
+def _key_impl(array: Any) -> str | None:
+    return str(jax.random.key_impl(array)) if is_key(array) else None
+
+
 def _reason(error: Exception) -> str:
     return str(error).partition("\n")[0][:200]
 
@@ -504,13 +532,14 @@ def _reason(error: Exception) -> str:
 _KINDS = {"b": 0, "u": 1, "i": 1, "f": 2, "V": 2, "c": 3}
 
 
-def check_kind(label: str, found: Any, wanted: Any, argument: str, exact: bool = False) -> None:
+def check_kind(label: str, found: Any, wanted: Any, exact: bool = False) -> None:
     """Raise unless a value of dtype `found` may become `wanted` without losing its kind."""
-    found, wanted = np.dtype(found), np.dtype(wanted)
-    fits = found == wanted if exact else _KINDS[found.kind] <= _KINDS[wanted.kind]
+    if found == wanted:
+        return
+    fits = not exact and not is_key(found) and not is_key(wanted) and _KINDS[found.kind] <= _KINDS[wanted.kind]
     if not fits:
-        raise AssignmentError(
-            f"{label} has dtype {wanted}, got a {argument} of dtype {found} at {_jax.user_line()}."
+        raise AssignmentTypeError(
+            f"{label} has dtype {wanted}, got a value of dtype {found} at {_jax.user_line()}."
             f" Convert it on purpose with .astype({str(wanted)!r})."
         )
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from phalanx import _jax
 from phalanx.errors import ArgumentError, ArgumentTypeError
+from phalanx.variables import is_key
 
 ReduceOp = Literal["sum", "mean"]
 
@@ -34,9 +35,18 @@ def check_op(op: Any, caller: str) -> ReduceOp:
 
 
 def all_reduce(op: ReduceOp, values: Sequence[Any], num_replicas: int, platform: str) -> list[Any]:
-    """Reduce each array over the replicas; the results are the same on all of them."""
-    arrays = [_as_array(v) for v in values]
-    out: list[Any] = list(arrays)
+    """Reduce each array over the replicas; the results are the same on all of them.
+
+    Outside a replica there is nobody to reduce with, and only the dtypes follow: bools are counted, the mean of
+    integers is a float.
+    """
+    arrays = [_countable(_as_array(v)) for v in values]
+    sums = _sums(arrays, platform) if _jax.in_replica_trace() else arrays
+    return sums if op == "sum" else [_mean(total, num_replicas) for total in sums]
+
+
+def _sums(arrays: list[Any], platform: str) -> list[Any]:
+    out = list(arrays)
     for bucket in _buckets(arrays, SMALL_BYTES.get(platform, 0)):
         if len(bucket) == 1:
             out[bucket[0]] = _psum(arrays[bucket[0]])
@@ -47,7 +57,12 @@ def all_reduce(op: ReduceOp, values: Sequence[Any], num_replicas: int, platform:
             stop = start + arrays[i].size
             out[i] = flat[start:stop].reshape(arrays[i].shape)
             start = stop
-    return out if op == "sum" else [_divide(x, num_replicas) for x in out]
+    return out
+
+
+def _mean(total: Any, n: int) -> Any:
+    exact = n == 1 and jnp.issubdtype(total.dtype, jnp.inexact)
+    return total if exact else total / n
 
 
 def broadcast(value: Any, replica: int) -> Any:
@@ -55,8 +70,10 @@ def broadcast(value: Any, replica: int) -> Any:
     array = _as_array(value)
     if not _jax.varies(array):
         return array
+    if is_key(array):
+        return jax.random.wrap_key_data(broadcast(jax.random.key_data(array), replica), impl=jax.random.key_impl(array))
     mine = jax.lax.axis_index(_jax.REPLICA_AXIS) == replica
-    bits = array.astype(jnp.int8) if array.dtype == jnp.bool_ else array
+    bits = _countable(array)
     return _psum(jnp.where(mine, bits, jnp.zeros_like(bits))).astype(array.dtype)
 
 
@@ -78,13 +95,11 @@ def _buckets(arrays: Sequence[Any], small: int) -> list[list[int]]:
 
 
 def _psum(array: Any) -> Any:
-    if array.dtype == jnp.bool_:
-        array = array.astype(jnp.int32)
     return jax.lax.psum(_jax.lift(array), _jax.REPLICA_AXIS)
 
 
-def _divide(total: Any, n: int) -> Any:
-    return total / n if n > 1 or jnp.issubdtype(total.dtype, jnp.inexact) else total
+def _countable(array: Any) -> Any:
+    return array.astype(jnp.int32) if array.dtype == jnp.bool_ else array
 
 
 def _as_array(value: Any) -> Any:

@@ -51,8 +51,6 @@ class ReplicaContext:
         """
         op = check_op(op, "all_reduce")
         leaves, structure = self._leaves(value, "all_reduce")
-        if not _jax.in_replica_trace():
-            return value
         return jax.tree.unflatten(structure, all_reduce(op, leaves, self.num_replicas, self.strategy.platform))
 
     def all_gather(self, value: Any, axis: int = 0) -> Any:
@@ -144,6 +142,8 @@ def check_axis(ndim: int, axis: Any, caller: str) -> None:
 
 # ---- rules for variables -------------------------------------------------------------------------
 
+_TAPE_HINT = "\n  - what a tape watches counts as different: compute from trainable variables outside its `with` block"
+
 
 class ReplicaRules(state.Context):
     """In a replica: mirrored variables read as equal values, updates merge by their aggregation."""
@@ -202,6 +202,7 @@ class ReplicaRules(state.Context):
             '  - merge the values: px.Variable(..., aggregation="sum"), "mean" or "only_first_replica"\n'
             '  - reduce the value first: px.get_replica_context().all_reduce("sum", value)\n'
             '  - let each replica keep its own: px.Variable(..., synchronization="on_read")'
+            f"{_TAPE_HINT if any(state.tapes_of(state.top())) else ''}"
         )
 
 

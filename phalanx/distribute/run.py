@@ -7,6 +7,7 @@ is put under `jax.shard_map` with exactly those inputs and outputs.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from phalanx._traced import Traced, trace
 from phalanx.distribute.divergence import hidden_variation
 from phalanx.distribute.replica import ReplicaRules
 from phalanx.distribute.values import PerReplica, is_per_replica
-from phalanx.errors import ArgumentError, ReplicaDivergenceError
+from phalanx.errors import ArgumentTypeError, ReplicaDivergenceError
 from phalanx.variables import Variable
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ def run_in_trace(
     name = options
     frame = state.top()
     frame.base.note_use(strategy)
+    _check_call(fn, args, kwargs, name)
     arguments = _Arguments(strategy, args, kwargs, name)
     traced = _trace_replica(strategy, fn, arguments, name)
     program = traced.program
@@ -152,7 +154,23 @@ def _trace_replica(strategy: Strategy, fn: Callable[..., Any], arguments: _Argum
 def check_arguments(args: Any, kwargs: Any, name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The args and kwargs of strategy.run, or an error that says how to write them."""
     if not isinstance(args, (tuple, list)):
-        raise ArgumentError(f"strategy.run({name}, args=...): args must be a tuple, got {type(args).__name__}; write args=(x,).")
+        raise ArgumentTypeError(
+            f"strategy.run({name}, args=...): args must be a tuple, got {type(args).__name__}; write args=(x,)."
+        )
     if kwargs is not None and not isinstance(kwargs, dict):
-        raise ArgumentError(f"strategy.run({name}, kwargs=...): kwargs must be a dict, got {type(kwargs).__name__}.")
+        raise ArgumentTypeError(f"strategy.run({name}, kwargs=...): kwargs must be a dict, got {type(kwargs).__name__}.")
+    if not all(isinstance(key, str) for key in kwargs or ()):
+        raise ArgumentTypeError(f"strategy.run({name}, kwargs=...): the keys must be names of parameters, got {list(kwargs or ())}.")
     return tuple(args), dict(kwargs or {})
+
+
+def _check_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> None:
+    """Raise when `fn` cannot be called in this way."""
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # builtins, some of which have none
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise ArgumentTypeError(f"strategy.run({name}): the function is {name}{signature}, and args and kwargs do not fit: {error}.") from None

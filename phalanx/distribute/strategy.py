@@ -78,15 +78,13 @@ class Strategy:
 
     def describe(self) -> str:
         """One line: replicas and their devices, processes."""
-        ids = [d.id for d in self.devices]
-        span = f"{ids[0]}-{ids[-1]}" if ids == list(range(ids[0], ids[0] + len(ids))) and len(ids) > 1 else str(ids)[1:-1]
         return (
-            f"{type(self).__name__}: {self.num_replicas} replica{'s' * (self.num_replicas > 1)} on {self.platform}"
-            f" {span}, {jax.process_count()} process{'es' * (jax.process_count() > 1)}"
+            f"{type(self).__name__}: {self.num_replicas} replica{'s' * (self.num_replicas > 1)} on {_jax.span(self.devices)},"
+            f" {jax.process_count()} process{'es' * (jax.process_count() > 1)}"
         )
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.num_replicas} x {self.platform})"
+        return f"{type(self).__name__}({_jax.span(self.devices)})"
 
     # ---- placement ----
 
@@ -211,7 +209,11 @@ class Strategy:
         checked = check_arguments(args, kwargs, name)
         with state.pushed(state.ContextFrame(state.top(), state.CrossReplica(self))):
             if state.top().is_eager:
-                return as_function(name, functools.partial(run_in_trace, self), fn, options=name, keep=self._eager_runs)(*checked)
+                construct = functools.partial(run_in_trace, self)
+                program = as_function(
+                    name, construct, fn, parameters=["args", "kwargs"], options=name, keep=self._eager_runs
+                )
+                return program(*checked)
             return run_in_trace(self, fn, *checked, options=name)
 
     # ---- reducing and looking ----
@@ -300,10 +302,7 @@ class Strategy:
         if isinstance(value, Variable):
             return tuple(c.value for c in value.components)
         if is_per_replica(value):
-            if state.context().key[0] == "merge":  # type: ignore[index]
-                stacked = _jax.all_gather(value.stacked[0], 0, stacked=True)
-                return tuple(stacked[i] for i in range(self.num_replicas))
-            return tuple(value.values)
+            return value.values
         leaves = jax.tree.leaves(value, is_leaf=is_per_replica)
         if any(map(is_per_replica, leaves)):
             parts = [self.local_results(leaf) if is_per_replica(leaf) else (leaf,) * self.num_replicas for leaf in leaves]

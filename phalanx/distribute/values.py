@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from phalanx import _jax
-from phalanx.errors import ArgumentTypeError
+from phalanx.errors import ArgumentTypeError, StrategyError
 
 
 @jax.tree_util.register_pytree_node_class
@@ -38,10 +38,21 @@ class PerReplica:
 
     @property
     def values(self) -> tuple[jax.Array, ...]:
-        """The parts in replica order."""
+        """The parts in replica order.
+
+        Raises:
+            StrategyError: in a replica that was not given it as an argument.
+        """
         stacked = self.stacked
         if _jax.is_tracer(stacked):
-            return tuple(stacked[i] for i in range(stacked.shape[0]))
+            if _jax.varies(stacked):  # in a merge function, where each replica holds its own part
+                stacked = _jax.all_gather(stacked[0], 0, stacked=True)
+            return tuple(stacked[i] for i in range(len(self)))
+        if _jax.in_replica_trace():
+            raise StrategyError(
+                f"{self!r:.120}: its parts lie on different devices and cannot be used in a replica. Pass it to"
+                " strategy.run as an argument; each replica then gets its own part."
+            )
         return tuple(self.strategy.component(stacked, i, True) for i in range(len(self)))
 
     @property
@@ -74,7 +85,7 @@ class PerReplica:
         )
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
-    __matmul__ = __rmatmul__ = __pow__ = __neg__ = __float__ = __int__ = __bool__ = __array__ = _refuse
+    __matmul__ = __rmatmul__ = __pow__ = __neg__ = __float__ = __int__ = __bool__ = __array__ = __jax_array__ = _refuse
     __getitem__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
 
     def tree_flatten(self) -> tuple[tuple[Any], Any]:

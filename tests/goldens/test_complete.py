@@ -7,13 +7,14 @@ import pkgutil
 import re
 from pathlib import Path
 
-import goldens
 import pytest
+
+import goldens
 from goldens.kit import DIFFERENT, GOLDENS, REPLAYED
 
 ELSEWHERE: dict[str, str] = {
-    "datasets": "how rows reach the replicas is tested with the sources of tests for distribute_dataset",
-    "keras_fit": "compile, fit, evaluate and predict belong to px.keras",
+    "datasets": "how rows reach the replicas belongs to distribute_dataset, which has tests of its own",
+    "keras_fit": "compile, fit, evaluate and predict belong to Keras models, not to the core",
 }
 """Groups and single scenarios that are not replayed here, and why."""
 

@@ -1,0 +1,1 @@
+"""What Phalanx costs next to JAX written by hand; see README.md in this folder."""

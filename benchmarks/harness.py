@@ -1,0 +1,211 @@
+"""Timing candidates in turn, in child processes, and showing what came out.
+
+A *case* is one piece of work, a *candidate* one way of doing it. Candidates of a case first show that
+they compute the same numbers; then they are timed round by round (A B A B ...), so that whatever else
+the machine does in the meantime hits all of them alike.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib import import_module, metadata
+from typing import Any
+
+import numpy as np
+
+WORKLOADS = ("eager", "step", "dispatch", "tracing", "loop", "importing")
+"""Modules of this package, each with REPLICAS, UNIT and cases(replicas, quick)."""
+
+_UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6}
+_MIN_STEPS = 3
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way of doing a case's work. The first of a case is Phalanx, which the others are compared with."""
+
+    name: str
+    step: Callable[[], Any]
+    """Does the work once and waits until it is finished."""
+
+    check: Callable[[], Any] | None = None
+    """Numbers that all candidates of the case must agree on; called once, before any timing."""
+
+    prepare: Callable[[], Any] | None = None
+    """Called before each step and not timed."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One piece of work; its candidates are made when its turn comes."""
+
+    name: str
+    candidates: Callable[[], Sequence[Candidate]]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to measure."""
+
+    rounds: int = 5
+    seconds: float = 0.4
+    """Aimed at for each candidate in each round."""
+
+
+# ---- timing --------------------------------------------------------------------------------------
+
+
+def measure(candidates: Sequence[Candidate], effort: Effort) -> list[dict[str, Any]]:
+    """Check the candidates, time them in turn, and give one row of figures (in seconds) for each."""
+    checks = [None if c.check is None else np.asarray(c.check(), np.float64) for c in candidates]
+    require_equal([c.name for c in candidates], checks)
+    steps = [_steps_for(candidate, effort.seconds) for candidate in candidates]
+    rounds: list[list[float]] = [[] for _ in candidates]
+    for _ in range(effort.rounds):
+        for i, candidate in enumerate(candidates):
+            rounds[i].append(_round(candidate, steps[i]))
+    return [
+        {
+            "name": candidate.name,
+            "median": statistics.median(times),
+            "min": min(times),
+            "max": max(times),
+            "ratio": statistics.median(a / b for a, b in zip(rounds[0], times)),
+            "rounds": times,
+            "steps_per_round": n,
+            "check": None if check is None else check.ravel().tolist(),
+        }
+        for candidate, times, n, check in zip(candidates, rounds, steps, checks)
+    ]
+
+
+def require_equal(names: Sequence[str], checks: Sequence[Any]) -> None:
+    """Raise unless the candidates computed the same: a baseline that does less is worth nothing."""
+    for name, check in zip(names[1:], checks[1:]):
+        if (check is None) != (checks[0] is None) or (check is not None and not _close(checks[0], check)):
+            raise RuntimeError(f"{names[0]!r} and {name!r} do not compute the same: {checks[0]} and {check}.")
+
+
+def _close(a: Any, b: Any) -> bool:
+    return a.shape == b.shape and bool(np.all(np.isfinite(a))) and np.allclose(a, b, rtol=1e-3, atol=1e-6)
+
+
+def _round(candidate: Candidate, steps: int) -> float:
+    """The median of some steps: a single one that was interrupted does not count."""
+    times = []
+    for _ in range(steps):
+        if candidate.prepare is not None:
+            candidate.prepare()
+        start = time.perf_counter()
+        candidate.step()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def _steps_for(candidate: Candidate, seconds: float) -> int:
+    once = _round(candidate, _MIN_STEPS)
+    return max(_MIN_STEPS, min(10_000, int(seconds / once)))
+
+
+# ---- child processes -----------------------------------------------------------------------------
+
+
+def groups(workloads: Sequence[str], replicas: Sequence[int] | None) -> Iterator[tuple[str, int]]:
+    """What runs in a process of its own: the number of virtual devices is settled when JAX starts."""
+    for name in workloads:
+        for n in _module(name).REPLICAS:
+            if replicas is None or n in replicas:
+                yield name, n
+
+
+def run_group(workload: str, replicas: int, effort: Effort, quick: bool) -> list[dict[str, Any]]:
+    """The results of one workload with one number of replicas."""
+    command = [sys.executable, "-m", "benchmarks.harness", workload, str(replicas)]
+    command += [str(effort.rounds), str(effort.seconds), str(int(quick))]
+    child = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    if child.returncode:
+        raise SystemExit(f"benchmarks: {workload} with {replicas} replicas ended with code {child.returncode}.")
+    return list(json.loads(child.stdout))
+
+
+def _child(workload: str, replicas: int, effort: Effort, quick: bool) -> list[dict[str, Any]]:
+    import jax
+
+    import phalanx as px
+
+    px.cpu_devices(replicas)
+    if len(jax.devices()) < replicas:
+        print(f"{workload} needs {replicas} devices, JAX sees {jax.devices()}: left out", file=sys.stderr)
+        return []
+    module = _module(workload)
+    results = []
+    for case in module.cases(replicas, quick):
+        rows = measure(case.candidates(), effort)
+        results.append(
+            {"workload": workload, "case": case.name, "replicas": replicas, "unit": module.UNIT, "candidates": rows}
+        )
+    return results
+
+
+def _module(workload: str) -> Any:
+    return import_module(f"benchmarks.{workload}")
+
+
+# ---- showing -------------------------------------------------------------------------------------
+
+
+def environment() -> dict[str, Any]:
+    """Where and with what the figures were measured."""
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": _processor(),
+        "system": platform.platform(),
+        "cores": os.cpu_count(),
+        "load": os.getloadavg()[0],
+        "python": platform.python_version(),
+        **{name: metadata.version(name) for name in ("jax", "jaxlib", "optax", "phalanx")},
+    }
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as lines:
+            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def show(report: dict[str, Any]) -> None:
+    """Print the report as a table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    env = report["environment"]
+    title = f"{env['date']}, {env['machine']}, {env['cores']} cores, Python {env['python']}, JAX {env['jax']}"
+    table = Table("workload", "case", "replicas", "candidate", title=title)
+    for header in ("median", "min .. max", "Phalanx takes"):
+        table.add_column(header, justify="right")
+    for result in report["results"]:
+        for i, row in enumerate(result["candidates"]):
+            labels = (result["workload"], result["case"], str(result["replicas"])) if i == 0 else ("", "", "")
+            last = i == len(result["candidates"]) - 1
+            table.add_row(*labels, *_figures(row, result["unit"], first=i == 0), end_section=last)
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
+
+
+def _figures(row: dict[str, Any], unit: str, *, first: bool) -> tuple[str, str, str, str]:
+    median, low, high = (f"{row[key] * _UNITS[unit]:.3g}" for key in ("median", "min", "max"))
+    return row["name"], f"{median} {unit}", f"{low} .. {high}", "" if first else f"{row['ratio']:.2f} x"
+
+
+if __name__ == "__main__":
+    name, n, rounds, seconds, quick = sys.argv[1:]
+    json.dump(_child(name, int(n), Effort(int(rounds), float(seconds)), quick == "1"), sys.stdout)

@@ -1,0 +1,60 @@
+"""Programs of functions handed over in eager code: remembered by code and by what the code sees."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+import phalanx as px
+
+RATE = 1.0
+
+
+def _scaled(x):
+    return RATE * x
+
+
+def _even(n):
+    return RATE if n == 0 else _odd(n - 1)
+
+
+def _odd(n):
+    return _even(n - 1)
+
+
+def test_function_defined_in_a_loop_is_compiled_once(strategy):
+    calls = []
+
+    def step_of(factor):
+        def step(x):
+            calls.append(1)
+            return factor * x
+
+        return step
+
+    assert [float(strategy.run(step_of(2.0), args=(x,))) for x in (1.0, 2.0, 3.0)] == [2.0, 4.0, 6.0]
+    assert len(calls) == 1
+    assert float(strategy.run(step_of(5.0), args=(1.0,))) == 5.0
+
+
+def test_global_bound_anew_is_seen(monkeypatch):
+    strategy = px.OneDevice()
+    assert float(strategy.run(lambda x: RATE * x, args=(2.0,))) == 2.0
+
+    def fn(x):
+        return _scaled(x)
+
+    assert float(strategy.run(fn, args=(2.0,))) == 2.0
+    monkeypatch.setitem(globals(), "RATE", 10.0)
+    assert float(strategy.run(fn, args=(2.0,))) == 20.0
+    _, ys = px.scan(lambda carry, x: (carry, _scaled(x)), 0, jnp.ones(2))
+    assert ys.tolist() == [10.0, 10.0]
+    monkeypatch.setitem(globals(), "RATE", 3.0)
+    _, ys = px.scan(lambda carry, x: (carry, _scaled(x)), 0, jnp.ones(2))
+    assert ys.tolist() == [3.0, 3.0]
+
+
+def test_functions_that_call_each_other_are_told_apart_by_their_globals(monkeypatch):
+    strategy = px.OneDevice()
+    assert float(strategy.run(lambda: _even(4) + jnp.zeros(()))) == 1.0
+    monkeypatch.setitem(globals(), "RATE", 7.0)
+    assert float(strategy.run(lambda: _even(4) + jnp.zeros(()))) == 7.0
