@@ -486,7 +486,7 @@ def lifted_out() -> Iterator[None]:
     frame = EagerFrame()
     frame.context = CrossReplica(strategy)
     # New arrays belong on the strategy's devices from the start, not on JAX's default one.
-    device = nullcontext() if strategy is None else jax.default_device(strategy.devices[0])
+    device = nullcontext() if strategy is None else jax.default_device(strategy.local_devices[0])
     try:
         with _jax.outside_traces(), pushed(frame), device:
             renew_bodies()

@@ -62,7 +62,7 @@ class DistributedDataset:
         rows = None if batch_size is None else int(batch_size) // (jax.process_count() if self._local else 1)
         self._source: Source = as_source(source, rows, self._seed)
         if per_replica:
-            self._source = GroupedSource(self._source, strategy.num_local_replicas)
+            self._source = GroupedSource(self._source, len(strategy.local_devices))
         self._rows = rows
         self._epoch = 0
         self._resume: dict[str, Any] | None = None
@@ -116,7 +116,7 @@ class DistributedDataset:
         first = next(self._batches(self._epoch, 0, None), None)
         if first is None:
             raise ArgumentError("element_spec: the source is empty.")
-        n = self._strategy.num_local_replicas if self._local else self._strategy.num_replicas
+        n = len(self._strategy.local_devices) if self._local else self._strategy.num_replicas
         dtype = jax.dtypes.canonicalize_dtype
         return jax.tree.map(
             lambda a: jax.ShapeDtypeStruct((a.shape[0] // n, *a.shape[1:]), dtype(a.dtype)), first[0]
@@ -152,7 +152,7 @@ class DistributedDataset:
 
     def _batches(self, epoch: int, start: int, state: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
         """Host batches, each with the position after it."""
-        n = self._strategy.num_local_replicas if self._local else self._strategy.num_replicas
+        n = len(self._strategy.local_devices) if self._local else self._strategy.num_replicas
         batcher = Batcher(n, self._remainder, self._mask, self._rows)
         if self._local and jax.process_count() > 1:
             yield from in_step(self._source.elements(epoch, start, state), batcher, start)

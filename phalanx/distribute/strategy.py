@@ -62,6 +62,11 @@ class Strategy:
         return len(self.devices)
 
     @property
+    def local_devices(self) -> list[Any]:
+        """Those of the devices that belong to this process."""
+        return [d for d in self.devices if d.process_index == jax.process_index()]
+
+    @property
     def platform(self) -> str:
         """"cpu", "gpu" or "tpu"."""
         return str(self.devices[0].platform)
@@ -97,7 +102,11 @@ class Strategy:
         sharding = self.sharding(per_replica=per_replica)
         if getattr(stored, "sharding", None) == sharding:
             return stored
-        return jax.device_put(stored, sharding)
+        if sharding.is_fully_addressable:
+            return jax.device_put(stored, sharding)
+        # Other processes hold part of it: each fills its own devices from its own copy of the value.
+        host = np.asarray(stored)
+        return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
     def component(self, stored: jax.Array, replica_id: int, per_replica: bool) -> jax.Array:
         """One replica's part of a stored array, on its device."""
@@ -467,17 +476,12 @@ class Strategy:
             per_replica=True,
         )
 
-    @property
-    def num_local_replicas(self) -> int:
-        """Replicas on this process's own devices."""
-        return sum(d.process_index == jax.process_index() for d in self.devices)
-
     def split_rows(self, rows: np.ndarray[Any, Any], *, local: bool = False) -> PerReplica:
         """The rows of a host array, an equal number for each replica, each sent to its device only.
 
         `rows` are those of all replicas, or with `local` those of this process's replicas.
         """
-        n = self.num_local_replicas if local else self.num_replicas
+        n = len(self.local_devices) if local else self.num_replicas
         stacked = rows.reshape(n, rows.shape[0] // n, *rows.shape[1:])
         sharding = _jax.split(self.mesh)
         if local:
