@@ -448,6 +448,15 @@ def local_aval(shape: tuple[int, ...], dtype: Any, *, weak_type: bool = False, v
     return _local_aval(tuple(shape), dtype, weak_type, varying, jax.sharding.get_abstract_mesh())
 
 
+def type_of(value: Any) -> Any:
+    """The type of `value` as an input of a program: the same wherever it lies, as far as XLA places what it computes."""
+    aval = jax.typeof(value)
+    if in_replica_trace():
+        return local_aval(aval.shape, aval.dtype, weak_type=aval.weak_type, varying=aval_varies(aval))
+    mesh = aval.sharding.mesh
+    return aval if mesh.empty or not mesh.are_all_axes_auto else aval.update(sharding=None)
+
+
 def on_replicas(mesh: Mesh, body: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
     """`jax.shard_map` over the replica axis, with the checks that prove what is invariant."""
     return jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True)

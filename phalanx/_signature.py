@@ -214,7 +214,7 @@ class Signature:
 
     def _type(self, leaf: Any, index: int, structure: Any) -> Any:
         try:
-            aval = jax.typeof(leaf)
+            aval = _jax.type_of(leaf)
         except (TypeError, OverflowError) as error:
             reason = str(error).partition("\n")[0]
             raise ArgumentTypeError(

@@ -231,13 +231,19 @@ class EagerFrame(Frame):
         return variable._stored
 
     def type_of(self, variable: Variable) -> Any:
-        return jax.typeof(variable._stored)
+        return _jax.type_of(variable._stored)
 
     def store(self, variable: Variable, stored: Any) -> None:
-        refuse_transformations(variable, None)
-        if _jax.is_tracer(stored):
-            raise leaked(f"{variable.label}, assigned at {_jax.user_line()}")
-        variable._replace(variable._placed(stored))
+        self.store_all({variable: stored})
+
+    def store_all(self, values: dict[Variable, Any]) -> None:
+        for variable, stored in values.items():
+            refuse_transformations(variable, None)
+            if _jax.is_tracer(stored):
+                raise leaked(f"{variable.label}, assigned at {_jax.user_line()}")
+        placed = [variable._placed(stored) for variable, stored in values.items()]
+        set_all(values, "_owned", itertools.repeat(False))
+        set_all(values, "_stored", placed)
 
     def handed_out(self, variable: Variable) -> None:
         variable._owned = False

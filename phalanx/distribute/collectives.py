@@ -40,7 +40,7 @@ def all_reduce(op: ReduceOp, values: Sequence[Any], num_replicas: int, platform:
     Outside a replica there is nobody to reduce with, and only the dtypes follow: bools are counted, the mean of
     integers is a float.
     """
-    arrays = [_countable(_as_array(v)) for v in values]
+    arrays = [countable(_as_array(v), "all_reduce") for v in values]
     sums = _sums(arrays, platform) if _jax.in_replica_trace() else arrays
     return sums if op == "sum" else [_mean(total, num_replicas) for total in sums]
 
@@ -73,7 +73,7 @@ def broadcast(value: Any, replica: int) -> Any:
     if is_key(array):
         return jax.random.wrap_key_data(broadcast(jax.random.key_data(array), replica), impl=jax.random.key_impl(array))
     mine = jax.lax.axis_index(_jax.REPLICA_AXIS) == replica
-    bits = _countable(array)
+    bits = countable(array, "broadcast")
     return _psum(jnp.where(mine, bits, jnp.zeros_like(bits))).astype(array.dtype)
 
 
@@ -98,7 +98,10 @@ def _psum(array: Any) -> Any:
     return jax.lax.psum(_jax.lift(array), _jax.REPLICA_AXIS)
 
 
-def _countable(array: Any) -> Any:
+def countable(array: Any, caller: str) -> Any:
+    """`array` in a dtype that can be added up: bools are counted."""
+    if is_key(array):
+        raise ArgumentTypeError(f"{caller} cannot add random keys; take one replica's key by broadcast, or gather them all.")
     return array.astype(jnp.int32) if array.dtype == jnp.bool_ else array
 
 

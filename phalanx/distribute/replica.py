@@ -78,7 +78,7 @@ class ReplicaContext:
             value: array or pytree of arrays.
             replica_id: whose value it is, a Python int.
         """
-        if not isinstance(replica_id, int) or not 0 <= replica_id < self.num_replicas:
+        if isinstance(replica_id, bool) or not isinstance(replica_id, int) or not 0 <= replica_id < self.num_replicas:
             raise ArgumentError(f"broadcast: replica_id must be 0 .. {self.num_replicas - 1}, got {replica_id!r}.")
         leaves, structure = self._leaves(value, "broadcast")
         if not _jax.in_replica_trace():
@@ -94,6 +94,7 @@ class ReplicaContext:
         Raises:
             StrategyError: when called inside the merge function itself.
         """
+        check_function(fn, "merge_call")
         if state.context().in_cross_replica:
             raise StrategyError("merge_call must be called in a replica; here all replicas are already one program.")
         args, kwargs = jax.tree.map(self._to_merge, (tuple(args), kwargs or {}))
@@ -115,10 +116,17 @@ class ReplicaContext:
                 " context use strategy.reduce or strategy.gather."
             )
         leaves, structure = jax.tree.flatten(value, is_leaf=is_per_replica)
-        return [_to_array(leaf, caller) for leaf in leaves], structure
+        return [check_array(leaf, caller) for leaf in leaves], structure
 
 
-def _to_array(leaf: Any, caller: str) -> Any:
+def check_function(fn: Any, caller: str) -> None:
+    """Raise unless `fn` can be called."""
+    if not callable(fn):
+        raise ArgumentTypeError(f"{caller} takes a function, got {type(fn).__name__} {fn!r:.60}.")
+
+
+def check_array(leaf: Any, caller: str) -> Any:
+    """An array or number as a JAX array, or an error that names the caller."""
     if isinstance(leaf, (Variable, Component)):
         return leaf.value
     if isinstance(leaf, jax.Array):
@@ -131,7 +139,7 @@ def _to_array(leaf: Any, caller: str) -> Any:
 
 def check_axis(ndim: int, axis: Any, caller: str) -> None:
     """Raise unless `axis` is an axis of an array with `ndim` of them."""
-    if not isinstance(axis, int):
+    if isinstance(axis, bool) or not isinstance(axis, int):
         raise ArgumentTypeError(f"{caller}: axis must be a Python int, got {axis!r}.")
     if not -ndim <= axis < ndim:
         raise ArgumentError(

@@ -18,8 +18,8 @@ from phalanx._eager_programs import EagerPrograms, as_function
 from phalanx._traced import in_order
 from phalanx.data.dataset import AutoShard, DistributedDataset, InputContext
 from phalanx.data.elements import Remainder
-from phalanx.distribute.collectives import all_reduce, check_op
-from phalanx.distribute.replica import ReplicaContext, ReplicaRules, check_axis
+from phalanx.distribute.collectives import all_reduce, check_op, countable
+from phalanx.distribute.replica import ReplicaContext, ReplicaRules, check_array, check_axis, check_function
 from phalanx.distribute.run import check_arguments, run_in_trace
 from phalanx.distribute.values import PerReplica, is_per_replica
 from phalanx.errors import ArgumentError, ArgumentTypeError, DeviceError, StrategyError
@@ -209,8 +209,7 @@ class Strategy:
             >>> float(total)
             2.0
         """
-        if not callable(fn):
-            raise ArgumentTypeError(f"strategy.run takes a function, got {type(fn).__name__} {fn!r:.60}.")
+        check_function(fn, "strategy.run")
         self._require_cross_replica("run", "It is running already: call the function, or use the replica context to reduce.")
         if isinstance(state.context(), state.CrossReplica) and state.context().key[0] == "merge":  # type: ignore[index]
             raise StrategyError("strategy.run was called in a merge function, which is part of a run already.")
@@ -261,10 +260,7 @@ class Strategy:
             self.check_owner(leaf, "reduce")
             stacked = leaf.stacked
         else:
-            try:
-                stacked = jnp.asarray(leaf)[None]
-            except (TypeError, ValueError) as error:
-                raise ArgumentTypeError(f"reduce takes arrays and numbers, got {type(leaf).__name__} {leaf!r:.60}.") from error
+            stacked = check_array(leaf, "reduce")[None]
         if axis is not None:
             check_axis(stacked.ndim - 1, axis, "reduce")
         n = self.num_replicas
@@ -311,6 +307,7 @@ class Strategy:
         if isinstance(value, Variable):
             return tuple(c.value for c in value.components)
         if is_per_replica(value):
+            self.check_owner(value, "local_results")
             return value.values
         leaves = jax.tree.leaves(value, is_leaf=is_per_replica)
         if any(map(is_per_replica, leaves)):
@@ -341,6 +338,7 @@ class Strategy:
         """
         if not isinstance(variable, Variable):
             raise ArgumentTypeError(f"update takes a variable, got {type(variable).__name__}.")
+        check_function(fn, "update")
         state.refuse_foreign(variable, self, "updated")
         for leaf in jax.tree.leaves((args, kwargs), is_leaf=is_per_replica):
             if not variable.per_replica and (is_per_replica(leaf) or isinstance(leaf, jax.Array) and _jax.varies(leaf)):
@@ -355,6 +353,8 @@ class Strategy:
         Raises:
             ArgumentError: when the values differ in structure, shape or dtype.
         """
+        check_function(fn, "distribute_values_from_function")
+        self._require_cross_replica("distribute_values_from_function", "Pass the values to strategy.run as arguments.")
         n = self.num_replicas
         parts = [fn(ValueContext(i, n)) for i in range(n)]
         leaves = [jax.tree.leaves(part) for part in parts]
@@ -365,20 +365,21 @@ class Strategy:
         return jax.tree.unflatten(structure, [self._stack(list(column)) for column in zip(*leaves)])
 
     def _stack(self, parts: list[Any]) -> PerReplica:
-        types = {(tuple(np.shape(p)), jax.typeof(p).dtype) for p in parts}
+        parts = [check_array(p, "distribute_values_from_function") for p in parts]
+        types = {(p.shape, p.dtype) for p in parts}
         if len(types) > 1:
             raise ArgumentError(
                 "distribute_values_from_function: all replicas run one program, so their values need the same shape and"
                 f" dtype, got {sorted(map(str, types))}. Pad them to one shape and give the number of valid rows too."
             )
+        if _jax.in_replica_trace():  # in a merge function, where each replica holds its own part
+            return PerReplica(jax.lax.dynamic_index_in_dim(jnp.stack(parts), ReplicaContext(self).replica_id), self)
         if any(map(_jax.is_tracer, parts)):
-            stacked = jnp.stack(parts)
-            if _jax.in_replica_trace():
-                return PerReplica(jax.lax.dynamic_index_in_dim(stacked, ReplicaContext(self).replica_id), self)
-            return PerReplica(stacked, self)
-        shards = [jax.device_put(jnp.asarray(p)[None], d) for p, d in zip(parts, self.devices)]
-        shape = (self.num_replicas, *shards[0].shape[1:])
-        return PerReplica(jax.make_array_from_single_device_arrays(shape, _jax.split(self.mesh), shards), self)
+            return PerReplica(jnp.stack(parts), self)
+        with state.lifted_out():
+            shards = [jax.device_put(jnp.expand_dims(p, 0), d) for p, d in zip(parts, self.devices)]
+            shape = (self.num_replicas, *shards[0].shape[1:])
+            return PerReplica(jax.make_array_from_single_device_arrays(shape, _jax.split(self.mesh), shards), self)
 
     def distribute_dataset(
         self,
@@ -500,10 +501,11 @@ def _jitted(fn: Callable[..., Any], options: tuple[Any, ...], sharding: Any) -> 
 
 
 def _reduce_stacked(stacked: Any, op: str, axis: int | None, times: int) -> Any:
+    stacked = countable(stacked, "reduce")
     axes = (0,) if axis is None else (0, axis % (stacked.ndim - 1) + 1)
     if op == "mean":
         return stacked.mean(axes)
-    return stacked.sum(axes, dtype=jnp.int32 if stacked.dtype == jnp.bool_ else stacked.dtype) * times
+    return stacked.sum(axes, dtype=stacked.dtype) * times
 
 
 def _reduce_part(op: Any, part: Any, axis: int | None, n: int, platform: str) -> Any:
@@ -528,6 +530,8 @@ def _resolve(device: Any) -> Any:
     if isinstance(device, str):
         platform, _, index = device.strip("/").lower().replace("device:", "").partition(":")
         try:
+            if int(index or 0) < 0:
+                raise IndexError(index)
             return jax.devices(platform)[int(index or 0)]
         except (RuntimeError, ValueError, IndexError) as error:
             known = ", ".join(f"{d.platform}:{d.id}" for d in jax.devices())
