@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
 import re
 import sys
 import sysconfig
+import time
 import traceback
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, TypeAlias
@@ -536,34 +538,61 @@ def backend_started() -> bool:
 
 # ---- several processes ---------------------------------------------------------------------------
 
+_POLL_MS = 200
 
-def exchange(key: str, value: str, timeout: float) -> list[str]:
-    """What each process says under `key`, by way of JAX's coordination service (not the devices).
 
-    Raises:
-        TimeoutError: naming the process that did not come.
+class Roundtable:
+    """Where processes tell each other something, round by round, over JAX's coordination service.
+
+    It does not go through the devices, so that it never stands between the collectives of two steps. The
+    first process collects what the others say and tells them all of it.
     """
-    n, me = jax.process_count(), jax.process_index()
-    if n == 1:
-        return [value]
-    client = _distributed.global_state.client
-    client.key_value_set(f"{key}/{me}", value)
-    said = []
-    for process in range(n):
-        try:
-            said.append(value if process == me else client.blocking_key_value_get(f"{key}/{process}", int(timeout * 1000)))
-        except Exception as error:
-            raise TimeoutError(f"process {process} did not come within {timeout:.0f} s (waiting at {key!r})") from error
-    return said
 
+    def __init__(self, name: str, processes: Sequence[int], timeout: float) -> None:
+        self._name = name
+        self._processes = list(processes)
+        self._timeout = timeout
+        self._round = 0
 
-_asked: dict[str, int] = {}
+    def tell(self, value: str, stopped: Callable[[], bool] = lambda: False) -> list[str]:
+        """Say `value` and hear what each process says in this round, in the order of the processes.
 
+        Raises:
+            TimeoutError: naming the process that did not come.
+            InterruptedError: when ``stopped()`` became true meanwhile.
+        """
+        number = self._round
+        first, *others = self._processes
+        if jax.process_index() != first:
+            self._say(value)
+            return list(json.loads(self._hear(number, "all", first, stopped)))
+        said = [value, *(self._hear(number, str(process), process, stopped) for process in others)]
+        self._say(json.dumps(said))
+        _distributed.global_state.client.key_value_delete(f"{self._name}/{number - 1}")  # all have read that by now
+        return said
 
-def from_first_process(key: str, value: str, timeout: float = 60.0) -> str:
-    """The first process's value, on all of them; each calls it equally often for a key."""
-    _asked[key] = _asked.get(key, 0) + 1
-    return exchange(f"{key}/{_asked[key]}", value, timeout)[0]
+    def leave(self, value: str) -> None:
+        """Say a last word, which the others hear in the round that they are in."""
+        first = self._processes[0]
+        self._say(json.dumps([value] * len(self._processes)) if jax.process_index() == first else value)
+
+    def _say(self, value: str) -> None:
+        me, client = jax.process_index(), _distributed.global_state.client
+        client.key_value_set(f"{self._name}/{self._round}/{'all' if me == self._processes[0] else me}", value)
+        self._round += 1
+
+    def _hear(self, number: int, key: str, process: int, stopped: Callable[[], bool]) -> str:
+        client = _distributed.global_state.client
+        end = time.monotonic() + self._timeout
+        while time.monotonic() < end:
+            if stopped():
+                raise InterruptedError
+            try:
+                return str(client.blocking_key_value_get(f"{self._name}/{number}/{key}", _POLL_MS))
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise TimeoutError(f"process {process} cannot be reached any more: {error}") from error
+        raise TimeoutError(f"process {process} did not come within {self._timeout:.0f} s")
 
 
 # ---- the user's line -----------------------------------------------------------------------------

@@ -54,10 +54,11 @@ def run_functions_eagerly(run_eagerly: bool) -> None:
 
 
 def strict(on: bool = True) -> None:
-    """Turn what is merely suspicious into errors: tracing a function again after its first two calls.
+    """Turn what is merely suspicious into errors: tracing a function again after its first two calls, dropping rows.
 
     Raises (later, where it happens):
         RetraceError: with the argument that changed, from what to what.
+        UnevenBatchError: when a dataset with ``remainder="drop"`` would leave rows out.
 
     Example:
         >>> px.strict(True)
@@ -66,6 +67,11 @@ def strict(on: bool = True) -> None:
     if not isinstance(on, bool):
         raise ArgumentTypeError(f"strict takes True or False, got {on!r}.")
     _Settings.strict = on
+
+
+def is_strict() -> bool:
+    """Whether `strict` is on."""
+    return _Settings.strict
 
 
 class ConcreteFunction:

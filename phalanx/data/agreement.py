@@ -1,57 +1,160 @@
-"""Several processes with sources of their own, in step: all see the same number of batches.
+"""Several processes that feed one strategy agree: on what the dataset is, and on each batch.
 
-Before each batch the processes tell each other how many rows they have. It goes over JAX's coordination
-service, from the feeding threads, and so never stands between the collectives of two steps.
+All replicas run each step together, so a process that has one batch more than the others would wait for
+them for ever. Before each batch the processes tell each other how many rows they have.
 """
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import itertools
-from collections.abc import Iterator
-from typing import Any
+import json
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import jax
 
 from phalanx import _jax
-from phalanx.data.elements import Batcher
+from phalanx.data.elements import Batcher, Rows
 from phalanx.errors import ArgumentError, StrategyError, UnevenBatchError
 
+Feed = Iterator[tuple[Any, Any]]
+
 _TIMEOUT_SECONDS = 300.0
+"""How long a process waits for another one's batch."""
 
-_passes = itertools.count()
+_datasets = itertools.count()
+"""Every process makes its datasets in the same order, which is how they find each other's."""
 
 
-def in_step(elements: Iterator[Any], batcher: Batcher, start: int) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Batches of this process's elements, as many as every other process has.
+class Group:
+    """The processes that own the replicas of a strategy, feeding one dataset together."""
 
-    A process that has run out feeds padding until all have (``remainder="pad"``); with ``"drop"`` all stop
-    together; else it is an error on all of them.
-    """
-    this_pass = next(_passes)
-    size = 0
-    for number in itertools.count(start):
-        element, after = next(elements, (None, None))
-        rows = 0 if element is None else batcher.rows_of(element, number)
-        everyone = _tell(f"phalanx/rows/{this_pass}/{number}", rows)
-        size = size or max(everyone)
-        if not any(everyone):
+    def __init__(self, devices: Any) -> None:
+        owners = [device.process_index for device in devices]
+        self.processes = sorted(set(owners))
+        self.replicas = [owners.count(process) for process in self.processes]
+        """Of each process."""
+        self._name = f"phalanx/dataset/{next(_datasets)}" if self.several else ""
+        self._passes = itertools.count()
+
+    @property
+    def several(self) -> bool:
+        """Whether there is anything to agree on."""
+        return len(self.processes) > 1
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process decides what is to be decided."""
+        return self.processes[0] == jax.process_index()
+
+    def agree(self, common: dict[str, Any], own: Any) -> tuple[dict[str, Any], list[Any]]:
+        """What must be equal on all processes (where it is None, the first one's counts), and what each has of its own.
+
+        Raises:
+            StrategyError: naming what differs.
+        """
+        if not self.several:
+            return common, [own]
+        said = [json.loads(word) for word in self._tell(self._table("made"), json.dumps([common, own]))]
+        settled = {key: said[0][0][key] if value is None else value for key, value in common.items()}
+        for key, value in settled.items():
+            everyones = [theirs[key] for theirs, _ in said]
+            if any(theirs not in (None, value) for theirs in everyones):
+                raise StrategyError(
+                    f"distribute_dataset: the processes differ in {key}: {everyones}. All must make the same datasets,"
+                    " in the same order."
+                )
+        return settled, [own for _, own in said]
+
+    def in_step(self, elements: Feed, batcher: Batcher, start: int, stopped: Callable[[], bool]) -> Feed:
+        """Batches of this process's elements, as many as every other process gets.
+
+        A process that has run out feeds padding until all have (``remainder="pad"``); with ``"drop"`` all stop
+        together; else it is an error on all of them.
+        """
+        table = self._table(f"pass/{next(self._passes)}")
+        last_word = "left its loop"
+        try:
+            yield from self._batches(table, elements, batcher, start, stopped)
+            last_word = ""
+        except InterruptedError:
             return
-        if batcher.drops and min(everyone) < size:
-            return
-        if not batcher.pads and len(set(everyone)) > 1:
-            raise UnevenBatchError(
-                f"distribute_dataset: in element {number} the processes have {everyone} rows. All must have the same number,"
-                " in every element: choose remainder='pad' (with mask=True for exact means) or remainder='drop'."
-            )
-        if element is None and number == start:
-            raise ArgumentError(f"distribute_dataset: the source of this process is empty; the others have {everyone} rows.")
-        batch = batcher.padding() if element is None else batcher(element, number)
-        yield batch, {"element": number + 1, "source": after}
+        except Exception as error:
+            last_word = f"failed with {type(error).__name__}: {error}"
+            raise
+        finally:
+            if last_word:
+                with contextlib.suppress(Exception):  # the others may be gone
+                    table.leave(json.dumps({"gone": last_word}))
+
+    def _batches(
+        self, table: _jax.Roundtable, elements: Feed, batcher: Batcher, start: int, stopped: Callable[[], bool]
+    ) -> Feed:
+        for number in itertools.count(start):
+            element, after = next(elements, (None, None))
+            rows = None if element is None else batcher.rows_of(element, number)
+            said = self._hear(table, _word(rows, batcher, number == start), number, stopped)
+            if number == start:
+                _settle_layout(batcher, said)
+            counts = [theirs["rows"] for theirs in said]
+            if not any(counts):
+                return
+            per_replica = max(-(-count // n) for count, n in zip(counts, self.replicas))
+            batcher.size = max(batcher.size, per_replica * batcher.num_replicas)
+            full = batcher.size // batcher.num_replicas
+            short = any(count < full * n for count, n in zip(counts, self.replicas))
+            if short and batcher.drops:
+                batcher.dropped(sum(counts), number)
+                return
+            if short and not batcher.pads:
+                self._refuse(counts, number)
+            yield batcher.filled(rows or batcher.no_rows(), batcher.size), after
+
+    def _hear(
+        self, table: _jax.Roundtable, word: dict[str, Any], number: int, stopped: Callable[[], bool]
+    ) -> list[dict[str, Any]]:
+        said = [json.loads(theirs) for theirs in self._tell(table, json.dumps(word), stopped)]
+        for process, theirs in zip(self.processes, said):
+            if "gone" in theirs:
+                raise StrategyError(f"distribute_dataset: process {process} {theirs['gone']} (at element {number}).")
+        return said
+
+    def _refuse(self, counts: list[int], number: int) -> NoReturn:
+        raise UnevenBatchError(
+            f"distribute_dataset: in element {number} the processes have {counts} rows for {self.replicas} replicas."
+            " Each replica needs the same number, in every element: choose remainder='pad' (with mask=True for exact"
+            " means) or remainder='drop'."
+        )
+
+    def _table(self, name: str) -> _jax.Roundtable:
+        return _jax.Roundtable(f"{self._name}/{name}", self.processes, _TIMEOUT_SECONDS)
+
+    def _tell(self, table: _jax.Roundtable, word: str, stopped: Callable[[], bool] = lambda: False) -> list[str]:
+        try:
+            return table.tell(word, stopped)
+        except TimeoutError as error:
+            raise StrategyError(
+                f"distribute_dataset: {error}. Every process must make its datasets, and iterate them, equally often"
+                " and in the same order; a process may have failed: look at its log."
+            ) from error
 
 
-def _tell(key: str, rows: int) -> list[int]:
-    try:
-        return [int(said) for said in _jax.exchange(key, str(rows), _TIMEOUT_SECONDS)]
-    except TimeoutError as error:
-        raise StrategyError(
-            f"distribute_dataset: {error}. Every process must iterate its datasets the same number of times and in the same"
-            " order; a process may have failed: look at its log."
-        ) from error
+def _word(rows: Rows | None, batcher: Batcher, first: bool) -> dict[str, Any]:
+    """What a process says of its element: how many rows, and once of what kind."""
+    count = 0 if rows is None else rows.count
+    if not first or rows is None:
+        return {"rows": count}
+    example = base64.b64encode(pickle.dumps(batcher.no_rows().arrays.tree())).decode()
+    return {"rows": count, "layout": repr(batcher.layout.types), "example": example}
+
+
+def _settle_layout(batcher: Batcher, said: list[dict[str, Any]]) -> None:
+    """All processes have the same kind of rows; one that has none learns of it here."""
+    layouts = {theirs["layout"]: theirs["example"] for theirs in said if "layout" in theirs}
+    if len(layouts) > 1:
+        raise ArgumentError(f"distribute_dataset: the processes have different kinds of rows: {sorted(layouts)}.")
+    for example in layouts.values():
+        batcher.rows_of(pickle.loads(base64.b64decode(example)), 0)

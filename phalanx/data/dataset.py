@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import jax
 import numpy as np
 
-from phalanx import _jax
+from phalanx.data.agreement import Group
 from phalanx.data.elements import Batcher, Remainder, check_remainder, uneven
 from phalanx.data.pipeline import ahead
-from phalanx.data.agreement import in_step
 from phalanx.data.sources import GroupedSource, RowSource, Source, as_source
-from phalanx.errors import ArgumentError, ArgumentTypeError, UnevenBatchError
+from phalanx.errors import ArgumentError, ArgumentTypeError, StrategyError, UnevenBatchError
 
 if TYPE_CHECKING:
     from phalanx.distribute.strategy import Strategy
@@ -23,6 +22,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("phalanx")
 
 AutoShard = Literal["data", "off"]
+Positioned = tuple[Any, dict[str, Any]]
+"""A batch, and the position after it."""
 
 
 class DistributedDataset:
@@ -51,19 +52,24 @@ class DistributedDataset:
         _check_size("batch_size", batch_size, 1, optional=True)
         _check_size("prefetch", prefetch, 0)
         _check_size("seed", seed, 0, optional=True)
+        if not strategy.local_devices:
+            raise StrategyError(f"distribute_dataset: no replica of {strategy!r} belongs to this process.")
         self._strategy = strategy
         self._remainder: Remainder = remainder
         self._mask = mask
         self._prefetch = int(prefetch)
-        self._batch_size = batch_size
-        self._local = auto_shard == "off"
+        self._batch_size = None if batch_size is None else int(batch_size)
+        self._group = Group(strategy.devices)
+        self._own = auto_shard == "off" and self._group.several
         """Whether this process's source has the rows of its own replicas only."""
-        self._seed = (_draw_seed() if seed is None else int(seed)) if shuffle else None
-        rows = None if batch_size is None else int(batch_size) // (jax.process_count() if self._local else 1)
-        self._source: Source = as_source(source, rows, self._seed)
+        self._replicas = len(strategy.local_devices) if self._own else strategy.num_replicas
+        """That this process's source has rows for."""
+        self._rows = self._rows_per_element()
+        seed = _seed(seed, self._group.leads) if shuffle else None
+        self._source: Source = as_source(source, self._rows, (seed or 0) if shuffle else None)
         if per_replica:
             self._source = GroupedSource(self._source, len(strategy.local_devices))
-        self._rows = rows
+        self._source.seed, self._length = self._agree(shuffle, seed)
         self._epoch = 0
         self._resume: dict[str, Any] | None = None
         self._position: dict[str, Any] = {"epoch": 0, "element": 0, "source": None}
@@ -71,13 +77,37 @@ class DistributedDataset:
         self._check_rows()
         self._announce()
 
+    def _rows_per_element(self) -> int | None:
+        size, n = self._batch_size, self._strategy.num_replicas
+        if size is None or not self._own:
+            return size
+        if size % n:
+            raise uneven(size, size, n, "the batch of all processes")
+        return size // n * self._replicas
+
+    def _agree(self, shuffle: bool, seed: int | None) -> tuple[int | None, int | None]:
+        """The seed of all processes, and the number of batches that they all get (None if unknown)."""
+        same_rows = self._source.rows if not self._own else None
+        common: dict[str, Any] = {"batch_size": self._batch_size or 0, "remainder": self._remainder, "mask": self._mask}
+        common |= {"shuffle": shuffle, "seed": seed, "auto_shard": "off" if self._own else "data", "rows": same_rows}
+        settled, lengths = self._group.agree(common, self._known_length())
+        if None in lengths:
+            return settled["seed"], None
+        return settled["seed"], min(lengths) if self._remainder == "drop" else max(lengths)
+
+    def _known_length(self) -> int | None:
+        source = self._source
+        if self._remainder != "drop":
+            return source.length
+        return None if source.rows is None or self._rows is None else source.rows // self._rows
+
     def _check_rows(self) -> None:
         """What is known to fail is said before the first step."""
-        if not isinstance(self._source, RowSource):
+        if not isinstance(self._source, RowSource) or self._own:
             return
-        if self._source.rows == 0:
+        n, size, rows = self._replicas, int(self._rows or 1), int(self._source.rows or 0)
+        if rows == 0:
             raise ArgumentError("distribute_dataset: the source is empty (0 rows).")
-        n, size, rows = self._strategy.num_replicas, int(self._batch_size or 1), self._source.rows
         if self._remainder == "pad":
             return
         whole, rest = divmod(rows, size)
@@ -88,9 +118,10 @@ class DistributedDataset:
 
     def _announce(self) -> None:
         size = self._batch_size
-        per_replica = "" if size is None else f", batches of {size} ({-(-size // self._strategy.num_replicas)} per replica)"
-        seed = "" if self._seed is None else f", shuffled with seed {self._seed}"
-        logger.info("dataset on %r%s%s", self._strategy, per_replica, seed)
+        n = self._strategy.num_replicas
+        batches = "" if size is None else f", batches of {size} ({-(-size // n)} per replica)"
+        seed = "" if self._source.seed is None else f", shuffled with seed {self._source.seed}"
+        logger.info("dataset on %r%s%s", self._strategy, batches, seed)
 
     def __len__(self) -> int:
         """Batches in one pass.
@@ -98,80 +129,90 @@ class DistributedDataset:
         Raises:
             TypeError: when the source does not tell.
         """
-        if self._source.length is None:
-            raise TypeError("the source of this dataset does not tell its length")
-        if isinstance(self._source, RowSource) and self._remainder == "drop":
-            return self._source.rows // int(self._batch_size or 1)
-        return self._source.length
+        if self._length is None:
+            raise TypeError("the source of this dataset does not tell how many batches it has")
+        return self._length
 
     @property
     def element_spec(self) -> Any:
         """Structure of an element, with a ``jax.ShapeDtypeStruct`` of each replica's part.
 
-        Known without reading for arrays; else the first element of a source that can be iterated again
-        is read.
+        It is that of the first element, for which the source is asked; it must be one that can be iterated
+        again.
         """
         if not self._source.reiterable:
             raise ArgumentError("element_spec: this source can be read only once; look at an element instead.")
-        first = next(self._batches(self._epoch, 0, None), None)
+        batcher = self._batcher()
+        elements = self._source.elements(self._epoch, 0, None)
+        batches = (batcher(element, number) for number, (element, _) in enumerate(elements))
+        first = next((batch for batch in batches if batch is not None), None)
         if first is None:
             raise ArgumentError("element_spec: the source is empty.")
-        n = len(self._strategy.local_devices) if self._local else self._strategy.num_replicas
         dtype = jax.dtypes.canonicalize_dtype
         return jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct((a.shape[0] // n, *a.shape[1:]), dtype(a.dtype)), first[0]
+            lambda a: jax.ShapeDtypeStruct((a.shape[0] // self._replicas, *a.shape[1:]), dtype(a.dtype)), first
         )
 
+    # ---- iterating ----
+
     def __iter__(self) -> Iterator[Any]:
-        start = self._resume or {"epoch": self._epoch, "element": 0, "source": None}
-        self._resume = None
         if self._started and not self._source.reiterable:
             raise ArgumentError(
-                "This dataset was made from an iterator that can be read only once, and it has been read. Give"
-                " distribute_dataset a function that returns a new iterator (callable) to go over the data several times."
+                "This dataset was made from an iterator that can be read only once, and it has been read. To go over"
+                " the data several times give distribute_dataset a function that returns a new iterator."
             )
+        start = self._resume or {"epoch": self._epoch, "element": 0, "source": None}
+        self._resume = None
         self._started = True
         self._epoch = start["epoch"] + 1
         return self._iterate(start)
 
     def _iterate(self, start: dict[str, Any]) -> Iterator[Any]:
-        epoch = start["epoch"]
+        epoch, x64 = start["epoch"], bool(jax.config.jax_enable_x64)
 
-        def on_devices() -> Iterator[Any]:
-            for element, position in self._batches(epoch, start["element"], start["source"]):
-                yield jax.tree.map(self._to_devices, element), position
+        def to_devices(host: Positioned) -> tuple[Positioned, list[Any]]:
+            with jax.enable_x64(x64):  # a setting of the thread that iterates
+                element = jax.tree.map(self._to_devices, host[0])
+            return (element, {"epoch": epoch, **host[1]}), jax.tree.leaves(element)
 
-        count = 0
-        for element, position in ahead(on_devices, self._prefetch):
-            self._position = {"epoch": epoch, **position}
-            count += 1
+        def batches(stopped: Callable[[], bool]) -> Iterator[Positioned]:
+            return self._batches(epoch, start["element"], start["source"], stopped)
+
+        for element, position in ahead(batches, to_devices, self._prefetch):
+            self._position = position
             yield element
+            del element
         self._position = {"epoch": epoch + 1, "element": 0, "source": None}
-        if not count and not start["element"]:
+
+    def _batches(self, epoch: int, start: int, state: Any, stopped: Callable[[], bool]) -> Iterator[Positioned]:
+        """Host batches, each with the position after it."""
+        elements = self._source.elements(epoch, start, state)
+        batcher = self._batcher()
+        if self._group.several and (self._own or not isinstance(self._source, RowSource)):
+            batches = self._group.in_step(elements, batcher, start, stopped)
+        else:
+            batches = ((batcher(element, number), after) for number, (element, after) in enumerate(elements, start))
+        number = start
+        for number, (batch, after) in enumerate(batches, start + 1):
+            if batch is not None:
+                yield batch, {"element": number, "source": after}
+        if number == 0 and not batcher.layout.types:
             raise ArgumentError("distribute_dataset: the source is empty (it gave no element).")
 
-    def _batches(self, epoch: int, start: int, state: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
-        """Host batches, each with the position after it."""
-        n = len(self._strategy.local_devices) if self._local else self._strategy.num_replicas
-        batcher = Batcher(n, self._remainder, self._mask, self._rows)
-        if self._local and jax.process_count() > 1:
-            yield from in_step(self._source.elements(epoch, start, state), batcher, start)
-            return
-        for number, (element, after) in enumerate(self._source.elements(epoch, start, state), start):
-            batch = batcher(element, number)
-            if batch is not None:
-                yield batch, {"element": number + 1, "source": after}
+    def _batcher(self) -> Batcher:
+        return Batcher(self._replicas, self._remainder, self._mask, self._rows)
 
     def _to_devices(self, rows: np.ndarray[Any, Any]) -> Any:
         try:
-            return self._strategy.split_rows(rows, local=self._local)
+            return self._strategy.split_rows(rows, local=self._own)
         except (RuntimeError, MemoryError) as error:
             if "RESOURCE_EXHAUSTED" not in str(error) and not isinstance(error, MemoryError):
                 raise
+            size = rows.nbytes / 2**20
             raise ArgumentError(
-                f"distribute_dataset: an array of shape {rows.shape} and dtype {rows.dtype} ({rows.nbytes / 2**20:.0f} MiB,"
-                f" {rows.nbytes / 2**20 / self._strategy.num_replicas:.0f} MiB per replica) does not fit on the devices. Use a"
-                " smaller batch_size, or a smaller prefetch."
+                f"distribute_dataset: an array of shape {rows.shape} and dtype {rows.dtype} ({size:,.0f} MiB,"
+                f" {size / self._replicas:,.0f} MiB per replica) does not fit on the devices. Use a smaller batch_size,"
+                " or a smaller prefetch."
             ) from error
 
     # ---- resuming ----
@@ -188,28 +229,33 @@ class DistributedDataset:
             >>> next(iter(dataset)).values[0].tolist()
             [2.0, 3.0]
         """
-        return {**self._position, "seed": self._seed}
+        return {**self._position, "seed": self._source.seed, "batch_size": self._batch_size}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next iteration start where `state` was taken.
 
+        After the last element of a pass that is its end: the next iteration gives nothing, and the one after
+        it the next pass.
+
         Raises:
             ArgumentError: for a state of another kind of dataset.
         """
-        if not isinstance(state, dict) or set(state) != {"epoch", "element", "source", "seed"}:
+        own = self.state_dict()
+        if not isinstance(state, dict) or state.keys() != own.keys():
             raise ArgumentError(f"load_state_dict takes what state_dict gave, got {state!r:.80}.")
-        if (state["seed"] is None) != (self._seed is None):
+        if (state["seed"] is None) != (own["seed"] is None):
             raise ArgumentError("load_state_dict: the state is of a dataset with another setting of shuffle.")
-        if self._seed is not None:
-            self._seed = state["seed"]
-            if isinstance(self._source, RowSource):
-                self._source.seed = state["seed"]
-        self._resume = {k: state[k] for k in ("epoch", "element", "source")}
+        if state["batch_size"] != own["batch_size"]:
+            raise ArgumentError(
+                f"load_state_dict: the state is of a dataset with batch_size={state['batch_size']}; this one has"
+                f" {own['batch_size']}, and would go on at another row."
+            )
+        self._source.seed = state["seed"]
+        self._resume = {key: state[key] for key in ("epoch", "element", "source")}
         self._position = dict(self._resume)
-        self._started = False
 
     def __repr__(self) -> str:
-        length = "" if self._source.length is None else f", {len(self)} batches"
+        length = "" if self._length is None else f", {self._length} batches"
         return f"<dataset on {self._strategy!r}{length}>"
 
 
@@ -236,10 +282,16 @@ class InputContext:
             )
         return global_batch_size // self.num_replicas
 
+    def __repr__(self) -> str:
+        return (
+            f"InputContext(num_input_pipelines={self.num_input_pipelines}, input_pipeline_id={self.input_pipeline_id},"
+            f" num_replicas={self.num_replicas})"
+        )
 
-def _draw_seed() -> int:
-    """A seed that all processes agree on."""
-    return int(_jax.from_first_process("phalanx/seed", str(secrets.randbits(32))))
+
+def _seed(given: int | None, leads: bool) -> int | None:
+    """The seed that was given, or one that the first process draws for all."""
+    return secrets.randbits(32) if given is None and leads else given
 
 
 def _check_size(name: str, value: Any, least: int, optional: bool = False) -> None:

@@ -1,15 +1,23 @@
-"""Elements on their way to the replicas: checked, cut to whole batches, weighted row by row."""
+"""Elements on their way to the replicas: checked, filled up to whole batches, weighted row by row."""
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn, get_args
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from phalanx.errors import ArgumentError, ArgumentTypeError, UnevenBatchError
+from phalanx.function import is_strict
+
+logger = logging.getLogger("phalanx")
 
 Remainder = Literal["auto", "pad", "drop", "error"]
+Array = np.ndarray[Any, Any]
 
 
 def check_remainder(remainder: Any) -> None:
@@ -19,38 +27,136 @@ def check_remainder(remainder: Any) -> None:
         raise ArgumentError(f"distribute_dataset: remainder must be one of {known}, got {remainder!r}.")
 
 
+# ---- what all elements have in common ------------------------------------------------------------
+
+
+def flatten(tree: Any) -> tuple[list[str], list[Any], Any]:
+    """Paths of the leaves as messages call them, the leaves, and the structure."""
+    found, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, Iterator))
+    return [jax.tree_util.keystr(path) or "the array" for path, _ in found], [leaf for _, leaf in found], structure
+
+
+@dataclass
+class Arrays:
+    """A pytree of host arrays, taken apart."""
+
+    paths: list[str]
+    leaves: list[Array]
+    structure: Any
+
+    @classmethod
+    def of(cls, tree: Any, what: str) -> Arrays:
+        """The arrays of `tree`; errors call it `what`."""
+        paths, leaves, structure = flatten(tree)
+        if not paths:
+            raise ArgumentError(f"distribute_dataset: {what} holds no arrays: {tree!r:.60}.")
+        arrays = [host_array(leaf, f"{path} of {what}") for path, leaf in zip(paths, leaves)]
+        return cls(paths, arrays, structure)
+
+    def tree(self, of_leaf: Callable[[Array], Any] = lambda leaf: leaf) -> Any:
+        """Put together again, each array replaced by ``of_leaf(array)``."""
+        return jax.tree.unflatten(self.structure, [of_leaf(leaf) for leaf in self.leaves])
+
+
+def host_array(value: Any, what: str) -> Array:
+    """`value` as a NumPy array of numbers."""
+    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        raise ArgumentTypeError(f"distribute_dataset: {what} holds random keys. Feed jax.random.key_data(keys).")
+    try:
+        array = np.asarray(value)
+    except Exception as error:
+        raise ArgumentTypeError(f"distribute_dataset: {what} is no array: {type(value).__name__}.") from error
+    check_numeric(array.dtype, what)
+    return array
+
+
+def check_numeric(dtype: Any, what: str) -> None:
+    """Raise for strings and objects, which no device can hold."""
+    if getattr(dtype, "kind", "O") not in "biufcV":
+        raise ArgumentTypeError(
+            f"distribute_dataset: {what} is not numeric (dtype {dtype}). Turn it into numbers on the host, with a map"
+            " before distribute_dataset; or feed the number of the row instead and look the value up with it."
+        )
+
+
+class Layout:
+    """Structure, shapes and dtypes of the first of many pytrees, which the others must have too."""
+
+    def __init__(self, skip_axes: int, of_what: str) -> None:
+        self._skip = skip_axes
+        """Leading axes that may differ."""
+        self._of_what = of_what
+        self._structure: Any = None
+        self.types: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {}
+        """Shape and dtype by path, in order."""
+
+    def check(self, arrays: Arrays, what: str) -> None:
+        """Raise when `arrays` differ from the first that were checked."""
+        found = {path: (leaf.shape[self._skip :], leaf.dtype) for path, leaf in zip(arrays.paths, arrays.leaves)}
+        if self._structure is None:
+            self._structure, self.types = arrays.structure, found
+        if found.keys() != self.types.keys():
+            self._refuse(what, sorted(found.keys() ^ self.types.keys())[0], list(self.types), list(found))
+        for path, type_ in found.items():
+            if type_ != self.types[path]:
+                self._refuse(what, path, _shown(self.types[path]), _shown(type_))
+        if arrays.structure != self._structure:
+            self._refuse(what, "the structure", self._structure, arrays.structure)
+
+    def _refuse(self, what: str, path: str, expected: Any, found: Any) -> NoReturn:
+        raise ArgumentError(
+            f"distribute_dataset: {what} differs from the first in {path}: expected {expected}, found {found}"
+            f" ({self._of_what})."
+        )
+
+    def empty(self) -> Arrays:
+        """A tree of this layout with no rows."""
+        leaves = [np.zeros((0, *shape), dtype) for shape, dtype in self.types.values()]
+        return Arrays(list(self.types), leaves, self._structure)
+
+
+def _shown(type_: tuple[tuple[int, ...], np.dtype[Any]]) -> str:
+    return f"{type_[1]}{list(type_[0])}"
+
+
+# ---- batches -------------------------------------------------------------------------------------
+
+
+@dataclass
+class Rows:
+    """An element whose arrays have the same number of rows."""
+
+    arrays: Arrays
+    count: int
+
+
 class Batcher:
     """Turns the elements of one pass into batches with an equal number of rows for each replica.
 
-    `size` is the number of rows of a full batch, where it is known beforehand; else that of the first
-    element.
+    `size` is the number of rows of a full batch, where it is known beforehand; else it is that of the
+    largest element so far.
     """
 
     def __init__(self, num_replicas: int, remainder: Remainder, mask: bool, size: int | None) -> None:
-        self._n = num_replicas
+        self.num_replicas = num_replicas
         self._remainder = remainder
         self._mask = mask
-        self._size = size
-        self._spec: tuple[Any, list[Any]] | None = None
+        self.size = size or 0
+        self.layout = Layout(1, "shapes and dtypes of rows")
 
-    def __call__(self, element: Any, number: int) -> Any | None:
-        """The batch for an element, or None when its rows are dropped."""
-        leaves, structure = self._checked(element, number)
-        rows = leaves[0].shape[0]
-        size = self._size = self._size or rows
-        target = self._target(rows, size, number)
-        return None if target is None else self._filled(leaves, structure, rows, target)
-
-    def rows_of(self, element: Any, number: int) -> int:
-        """Rows of an element."""
-        return int(self._checked(element, number)[0][0].shape[0])
-
-    def padding(self) -> Any:
-        """A batch of padding alone, for a process that has no rows left."""
-        assert self._spec is not None and self._size is not None
-        structure, spec = self._spec
-        leaves = [np.zeros((0, *shape), dtype) for shape, dtype in spec]
-        return self._filled(leaves, structure, 0, -(-self._size // self._n) * self._n)
+    def rows_of(self, element: Any, number: int) -> Rows:
+        """The element, checked."""
+        what = f"element {number}"
+        arrays = Arrays.of(element, what)
+        for path, leaf in zip(arrays.paths, arrays.leaves):
+            if leaf.ndim == 0:
+                raise ArgumentError(
+                    f"distribute_dataset: {path} of {what} is a single number and has no rows to split. Give"
+                    " batch_size to stack such elements into batches, or make arrays whose first axis is the batch."
+                )
+        check_same_rows(arrays, what)
+        self.layout.check(arrays, what)
+        return Rows(arrays, arrays.leaves[0].shape[0])
 
     @property
     def pads(self) -> bool:
@@ -62,92 +168,62 @@ class Batcher:
         """Whether short batches are left out."""
         return self._remainder == "drop"
 
-    def _filled(self, leaves: list[Any], structure: Any, rows: int, target: int) -> Any:
-        if self._mask:
-            weights = (np.arange(target) < rows).astype(np.float32)
-            return with_mask(jax.tree.unflatten(structure, [pad(leaf, target) for leaf in leaves]), weights)
-        return jax.tree.unflatten(structure, [pad(leaf, target) for leaf in leaves])
-
-    def _target(self, rows: int, size: int, number: int) -> int | None:
-        """Rows that the batch must have."""
-        short = rows < size
-        if self._remainder == "pad":
-            # Padded to the full batch, so that a short one is not traced anew.
-            return -(-max(rows, size) // self._n) * self._n
-        if self._remainder == "drop" and short:
+    def __call__(self, element: Any, number: int) -> Any | None:
+        """The batch for an element, or None when its rows are dropped."""
+        rows = self.rows_of(element, number)
+        self.size = max(self.size, rows.count)
+        short = rows.count < self.size
+        if self.pads:
+            # Up to the full batch, so that a short one is not traced anew.
+            return self.filled(rows, -(-self.size // self.num_replicas) * self.num_replicas)
+        if self.drops and short:
+            self.dropped(rows.count, number)
             return None
-        if rows % self._n or (self._remainder == "error" and short):
-            raise uneven(rows, size, self._n, f"element {number}")
-        return rows
+        if rows.count % self.num_replicas or (short and self._remainder == "error"):
+            raise uneven(rows.count, self.size, self.num_replicas, f"element {number}")
+        return self.filled(rows, rows.count)
 
-    def _checked(self, element: Any, number: int) -> tuple[list[Any], Any]:
-        paths, structure = jax.tree_util.tree_flatten_with_path(element)
-        if not paths:
-            raise ArgumentError(f"distribute_dataset: element {number} holds no arrays: {element!r:.60}.")
-        leaves = [_numeric(leaf, path, number) for path, leaf in paths]
-        rows = {leaf.shape[0] for leaf in leaves}
-        if len(rows) > 1:
-            sizes = ", ".join(f"{label(path)}: {leaf.shape[0]}" for (path, _), leaf in zip(paths, leaves))
-            raise ArgumentError(f"distribute_dataset: the arrays of element {number} differ in their number of rows ({sizes}).")
-        spec = [(leaf.shape[1:], leaf.dtype) for leaf in leaves]
-        if self._spec is None:
-            self._spec = structure, spec
-        elif structure != self._spec[0]:
-            raise ArgumentError(
-                f"distribute_dataset: element {number} has another structure than the first: expected {self._spec[0]}, found"
-                f" {structure}."
-            )
-        for (path, _), expected, found in zip(paths, self._spec[1], spec):
-            if expected != found:
-                raise ArgumentError(
-                    f"distribute_dataset: element {number} changes {label(path)}: expected rows of shape {expected[0]} and"
-                    f" dtype {expected[1]}, found {found[0]} and {found[1]}."
-                )
-        return leaves, structure
+    def filled(self, rows: Rows, target: int) -> Any:
+        """The element with rows of zeros up to `target`, and with the weights if they are wanted."""
+        element = rows.arrays.tree(lambda leaf: _filled(leaf, target))
+        return with_mask(element, (np.arange(target) < rows.count).astype(np.float32)) if self._mask else element
+
+    def no_rows(self) -> Rows:
+        """An element like the others, with no rows."""
+        return Rows(self.layout.empty(), 0)
+
+    def dropped(self, count: int, number: int) -> None:
+        """Say that rows are left out."""
+        what = f"element {number} has {count} rows of {self.size}, and remainder='drop' leaves them out"
+        if is_strict():
+            raise UnevenBatchError(f"distribute_dataset: {what}, but px.strict is on.")
+        logger.info("dataset: %s", what)
 
 
-def label(path: Any) -> str:
-    """How messages call a leaf: "['x'][0]", or "the array" when there is just one."""
-    return jax.tree_util.keystr(path) or "the array"
+def check_same_rows(arrays: Arrays, what: str) -> None:
+    """Raise when arrays differ in the length of axis 0."""
+    if len({leaf.shape[0] for leaf in arrays.leaves}) > 1:
+        sizes = ", ".join(f"{path}: {leaf.shape[0]}" for path, leaf in zip(arrays.paths, arrays.leaves))
+        raise ArgumentError(f"distribute_dataset: the arrays of {what} differ in their number of rows ({sizes}).")
 
 
-def _numeric(leaf: Any, path: Any, number: int) -> np.ndarray[Any, Any]:
-    if isinstance(leaf, (bool, int, float, complex)):
-        raise ArgumentTypeError(
-            f"distribute_dataset: {label(path)} of element {number} is a single number and has no rows to split. Give"
-            " batch_size to stack rows into batches, or arrays whose first axis is the batch."
-        )
-    try:
-        array = np.asarray(leaf)
-    except Exception as error:
-        raise ArgumentTypeError(
-            f"distribute_dataset: {label(path)} of element {number} is no array: {type(leaf).__name__}."
-        ) from error
-    if array.dtype.kind not in "biufcV":
-        raise ArgumentTypeError(
-            f"distribute_dataset: {label(path)} of element {number} is not numeric (dtype {array.dtype}). Look up strings and"
-            " objects on the host, with a map before distribute_dataset, or take them out of the element."
-        )
-    if array.ndim == 0:
-        raise ArgumentError(f"distribute_dataset: {label(path)} of element {number} is 0-d and has no rows. Give batch_size.")
-    return array
-
-
-def pad(rows: np.ndarray[Any, Any], size: int) -> np.ndarray[Any, Any]:
-    """`rows` with zeros up to `size`."""
+def _filled(rows: Array, size: int) -> Array:
     missing = size - rows.shape[0]
     return np.concatenate([rows, np.zeros((missing, *rows.shape[1:]), rows.dtype)]) if missing else rows
 
 
 def with_mask(element: Any, weights: Any) -> Any:
     """The element with the row weights at its end."""
+    if type(element) is list:
+        return [*element, weights]
     return (*element, weights) if isinstance(element, tuple) else (element, weights)
 
 
 def uneven(rows: int, size: int, n: int, what: str) -> UnevenBatchError:
     """The error for a batch that cannot be split, with the ways out."""
     why = f"does not divide by {n} replicas" if rows % n else f"is smaller than the others ({size})"
+    drop = " remainder='drop'," if rows < size else ""
     return UnevenBatchError(
-        f"distribute_dataset: {what} has {rows} rows, which {why}. Choose remainder='pad' (with mask=True for exact means),"
-        " remainder='drop', or another batch_size."
+        f"distribute_dataset: {what} has {rows} rows, which {why}. Choose remainder='pad' (with mask=True for exact"
+        f" means),{drop} or another batch_size."
     )

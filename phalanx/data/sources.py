@@ -1,12 +1,11 @@
-"""Sources: where elements come from, whatever library holds them.
+"""Sources: where elements come from.
 
-A source gives host elements (pytrees of arrays with the same number of rows), from any position on.
-Libraries are recognised by the module of the object's type and never imported for it.
+A source gives host elements (pytrees of arrays with the same number of rows), from any position on. What
+users give is turned into one by `as_source`; what the libraries' datasets need is in `libraries`.
 """
 
 from __future__ import annotations
 
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
@@ -15,6 +14,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from phalanx.data import libraries
+from phalanx.data.elements import Arrays, Layout, check_numeric, check_same_rows, flatten
 from phalanx.errors import ArgumentError, ArgumentTypeError
 
 Element = Any
@@ -28,6 +29,10 @@ class Source(ABC):
     reiterable = True
     length: int | None = None
     """Elements in one pass, where it is known."""
+    rows: int | None = None
+    """Rows in one pass, where it is known."""
+    seed: int | None = None
+    """Of the order of rows in each pass; None without shuffling."""
 
     @abstractmethod
     def elements(self, epoch: int, start: int, state: Any) -> Iterator[Positioned]:
@@ -35,39 +40,34 @@ class Source(ABC):
 
 
 class RowSource(Source):
-    """Rows that can be read by index: arrays, memory maps, HDF5, Hugging Face datasets."""
+    """Rows that can be read by index, some of them at a time."""
 
-    def __init__(self, leaves: list[Any], structure: Any, batch_size: int, seed: int | None) -> None:
-        rows = {int(leaf.shape[0]) for leaf in leaves}
-        if len(rows) != 1:
-            raise ArgumentError(f"distribute_dataset: the arrays must have the same number of rows, got {sorted(rows)}.")
-        (self.rows,) = rows
-        self._leaves = leaves
-        self._structure = structure
-        self._batch_size = batch_size
+    def __init__(self, count: int, read: Callable[[Any], Element], batch_size: int, seed: int | None) -> None:
+        self._count = count
+        self._read = read
+        """Given a slice or an array of ascending indices."""
+        self._size = batch_size
         self.seed = seed
-        self.length = -(-self.rows // batch_size)
+        self.rows = count
+        self.length = -(-count // batch_size)
 
     def elements(self, epoch: int, start: int, state: Any) -> Iterator[Positioned]:
-        order = None if self.seed is None else np.random.default_rng([self.seed, epoch]).permutation(self.rows)
-        for first in range(start * self._batch_size, self.rows, self._batch_size):
-            last = min(first + self._batch_size, self.rows)
-            index: Any = slice(first, last) if order is None else order[first:last]
-            yield jax.tree.unflatten(self._structure, [_take(leaf, index) for leaf in self._leaves]), None
+        order = None if self.seed is None else np.random.default_rng([self.seed, epoch]).permutation(self._count)
+        for first in range(start * self._size, self._count, self._size):
+            last = min(first + self._size, self._count)
+            yield self._read(slice(first, last)) if order is None else self._in_order(order[first:last]), None
 
-
-def _take(rows: Any, index: Any) -> np.ndarray[Any, Any]:
-    if isinstance(index, slice):
-        return np.asarray(rows[index])
-    # Files are read in their own order (HDF5 allows no other), then put into the drawn one.
-    ascending = np.sort(index)
-    return np.asarray(rows[ascending])[np.searchsorted(ascending, index)]
+    def _in_order(self, index: np.ndarray[Any, Any]) -> Element:
+        # Files are read in their own order (HDF5 allows no other), then put into the drawn one.
+        ascending = np.sort(index)
+        place = np.searchsorted(ascending, index)
+        return jax.tree.map(lambda rows: rows[place], self._read(ascending))
 
 
 class IterableSource(Source):
     """Anything that can be iterated; each item is an element."""
 
-    def __init__(self, make: Callable[[], Iterable[Any]], length: int | None, reiterable: bool) -> None:
+    def __init__(self, make: Callable[[], Iterable[Element]], length: int | None, reiterable: bool) -> None:
         self._make = make
         self.length = length
         self.reiterable = reiterable
@@ -77,12 +77,24 @@ class IterableSource(Source):
             yield item, None
 
 
+class FunctionSource(Source):
+    """A function that gives a new source for each pass."""
+
+    def __init__(self, make: Callable[[], Any], batch_size: int | None, seed: int | None) -> None:
+        self._make = make
+        self._batch_size = batch_size
+        self.seed = seed
+
+    def elements(self, epoch: int, start: int, state: Any) -> Iterator[Positioned]:
+        yield from as_source(self._make(), self._batch_size, self.seed).elements(epoch, start, state)
+
+
 class IndexedBatchSource(Source):
-    """keras.utils.PyDataset: batches by index, told when a pass ends."""
+    """Batches by index; the dataset is told when a pass begins and ends (keras.utils.PyDataset)."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
-        self.length = int(dataset.num_batches) if dataset.num_batches is not None else None
+        self.length = None if dataset.num_batches is None else int(dataset.num_batches)
 
     def elements(self, epoch: int, start: int, state: Any) -> Iterator[Positioned]:
         self._dataset.on_epoch_begin()
@@ -94,21 +106,20 @@ class IndexedBatchSource(Source):
 
 
 class CheckpointedSource(Source):
-    """grain: its iterators tell and take their own state."""
+    """What makes iterators that tell and take their own state (grain)."""
 
-    def __init__(self, dataset: Any, length: int | None) -> None:
+    def __init__(self, dataset: Iterable[Element], length: int | None) -> None:
         self._dataset = dataset
         self.length = length
 
     def elements(self, epoch: int, start: int, state: Any) -> Iterator[Positioned]:
-        iterator = iter(self._dataset)
+        iterator: Any = iter(self._dataset)
         if state is not None:
             iterator.set_state(state)
         else:
-            for _ in islice(iterator, start):
-                pass
+            next(islice(iterator, start, start), None)
         for item in iterator:
-            yield item, copy.deepcopy(iterator.get_state())
+            yield item, iterator.get_state()
 
 
 class StackedSource(Source):
@@ -118,12 +129,16 @@ class StackedSource(Source):
         self._rows = rows
         self._batch_size = batch_size
         self.reiterable = rows.reiterable
+        self.rows = rows.length
         self.length = None if rows.length is None else -(-rows.length // batch_size)
 
     def elements(self, epoch: int, start: int, state: Any) -> Iterator[Positioned]:
-        rows = self._rows.elements(epoch, 0 if state is not None else start * self._batch_size, state)
+        number = start * self._batch_size
+        rows = self._rows.elements(epoch, number if state is None else 0, state)
+        layout = Layout(0, "shapes and dtypes of single rows")
         while batch := list(islice(rows, self._batch_size)):
-            yield _stack([row for row, _ in batch]), batch[-1][1]
+            yield _combined([row for row, _ in batch], np.stack, layout, "row", number), batch[-1][1]
+            number += len(batch)
 
 
 class GroupedSource(Source):
@@ -136,30 +151,23 @@ class GroupedSource(Source):
         self.length = None if batches.length is None else -(-batches.length // group)
 
     def elements(self, epoch: int, start: int, state: Any) -> Iterator[Positioned]:
-        batches = self._batches.elements(epoch, 0 if state is not None else start * self._group, state)
+        number = start * self._group
+        batches = self._batches.elements(epoch, number if state is None else 0, state)
+        layout = Layout(1, "shapes and dtypes of rows")
         while group := list(islice(batches, self._group)):
-            yield _joined([batch for batch, _ in group]), group[-1][1]
+            yield _combined([batch for batch, _ in group], np.concatenate, layout, "batch", number), group[-1][1]
+            number += len(group)
 
 
-def _joined(batches: list[Any]) -> Any:
-    try:
-        return jax.tree.map(lambda *leaves: np.concatenate([np.asarray(leaf) for leaf in leaves]), *batches)
-    except ValueError as error:
-        reason = str(error).partition("\n")[0]
-        raise ArgumentError(
-            f"distribute_datasets_from_function: the replicas' batches do not fit together: {reason}"
-        ) from error
+def _combined(parts: list[Any], combine: Callable[[list[Any]], Any], layout: Layout, kind: str, number: int) -> Any:
+    taken_apart = [Arrays.of(part, f"{kind} {number + i}") for i, part in enumerate(parts)]
+    for i, arrays in enumerate(taken_apart):
+        layout.check(arrays, f"{kind} {number + i}")
+    columns = zip(*[arrays.leaves for arrays in taken_apart])
+    return jax.tree.unflatten(taken_apart[0].structure, [combine(list(column)) for column in columns])
 
 
-def _stack(rows: list[Any]) -> Any:
-    try:
-        return jax.tree.map(lambda *leaves: np.stack([np.asarray(leaf) for leaf in leaves]), *rows)
-    except ValueError as error:
-        reason = str(error).partition("\n")[0]
-        raise ArgumentError(f"distribute_dataset: the rows of a batch do not fit together: {reason}") from error
-
-
-# ---- recognising what was given ------------------------------------------------------------------
+# ---- what users give -----------------------------------------------------------------------------
 
 
 def as_source(given: Any, batch_size: int | None, seed: int | None) -> Source:
@@ -167,99 +175,58 @@ def as_source(given: Any, batch_size: int | None, seed: int | None) -> Source:
 
     `seed` is None without shuffling, which needs rows that can be read by index.
     """
-    rows = _rows_by_index(given)
-    if rows is not None:
+    table = libraries.table(given) or _arrays(given)
+    if table is not None and (batch_size is not None or not isinstance(given, list)):
         if batch_size is None:
-            raise ArgumentError("distribute_dataset: arrays need batch_size, the number of rows per batch over all replicas.")
-        leaves, structure = rows
-        return RowSource(leaves, structure, batch_size, seed)
+            raise ArgumentError("distribute_dataset: arrays need batch_size, the rows per batch over all replicas.")
+        return RowSource(*table, batch_size, seed)
+    if callable(given) and not hasattr(given, "__iter__"):
+        return FunctionSource(given, batch_size, seed)
     if seed is not None:
         raise ArgumentError(
-            "distribute_dataset: shuffle=True needs rows that can be read by index (arrays, HDF5, Hugging Face datasets)."
-            " Shuffle in the source instead: a DataLoader, grain and tf.data can."
+            "distribute_dataset: shuffle=True needs rows that can be read by index (arrays, HDF5, Hugging Face"
+            " datasets). Shuffle in the source instead: a DataLoader, grain and tf.data can."
         )
     source = _library_source(given) or _iterable_source(given)
     return source if batch_size is None else StackedSource(source, batch_size)
 
 
-def _rows_by_index(given: Any) -> tuple[list[Any], Any] | None:
-    if _library(given) == "datasets" and hasattr(given, "with_format") and hasattr(given, "num_rows"):
-        columns = {name: _Column(given, name) for name in given.column_names}
-        return jax.tree.flatten(columns)
-    leaves, structure = jax.tree.flatten(given)
-    if not leaves or not all(_is_rows(leaf) for leaf in leaves):
+def _arrays(given: Any) -> tuple[int, Callable[[Any], Any]] | None:
+    """The number of rows of a pytree of arrays, and how to read some of them."""
+    paths, arrays, structure = flatten(given)
+    if not arrays or not all(map(libraries.is_array, arrays)):
         return None
-    for leaf in leaves:
+    leaves = [libraries.as_rows(array, path) for path, array in zip(paths, arrays)]
+    for path, leaf in zip(paths, leaves):
+        check_numeric(leaf.dtype, path)
         if len(leaf.shape) == 0:
-            raise ArgumentError("distribute_dataset: a 0-d array has no rows.")
-        if leaf.dtype.kind not in "biufcV":
-            raise ArgumentTypeError(
-                f"distribute_dataset: arrays must be numeric, got dtype {leaf.dtype}. Look up strings and objects on the"
-                " host first."
-            )
-    return [np.asarray(leaf) if isinstance(leaf, jax.Array) else leaf for leaf in leaves], structure
+            raise ArgumentError(f"distribute_dataset: {path} is 0-d and has no rows.")
+    check_same_rows(Arrays(paths, leaves, structure), "the source")
 
+    def read(index: Any) -> Any:
+        return jax.tree.unflatten(structure, [np.asarray(leaf[index]) for leaf in leaves])
 
-def _is_rows(leaf: Any) -> bool:
-    return isinstance(leaf, (np.ndarray, jax.Array)) or _library(leaf) == "h5py"
-
-
-class _Column:
-    """One column of a Hugging Face dataset, read by rows."""
-
-    def __init__(self, dataset: Any, name: str) -> None:
-        self._rows = dataset.with_format("numpy")
-        self._name = name
-        example = np.asarray(self._rows[:1][name])
-        if example.dtype.kind not in "biufc":
-            raise ArgumentTypeError(
-                f"distribute_dataset: column {name!r} is not numeric (dtype {example.dtype}). Look it up on the host before:"
-                " dataset.map(...), or drop it with remove_columns."
-            )
-        self.shape = (dataset.num_rows, *example.shape[1:])
-        self.dtype = example.dtype
-
-    def __getitem__(self, index: Any) -> np.ndarray[Any, Any]:
-        return np.asarray(self._rows[index][self._name])
-
-
-def _library(value: Any) -> str:
-    return type(value).__module__.partition(".")[0]
+    return int(leaves[0].shape[0]), read
 
 
 def _library_source(given: Any) -> Source | None:
-    library = _library(given)
-    names = {base.__module__.partition(".")[0]: base for base in type(given).__mro__[:-1]}
-    if library == "grain" or "grain" in names:
-        return CheckpointedSource(given, _length(given))
-    if library == "tensorflow" and hasattr(given, "as_numpy_iterator"):
-        count = int(given.cardinality())
-        return IterableSource(given.as_numpy_iterator, count if count >= 0 else None, True)
-    if ("keras" in names) and hasattr(given, "num_batches"):
+    """The source behind a library's dataset, or None for anything else."""
+    kind = libraries.kind(given)
+    if kind == "grain":
+        return CheckpointedSource(given, libraries.length_of(given))
+    if kind == "keras":
         return IndexedBatchSource(given)
-    if "torch" in names:
-        return IterableSource(lambda: map(_from_torch, given), _length(given), True)
+    if kind is not None:
+        iterate, length = libraries.batches(kind, given)
+        return IterableSource(iterate, length, reiterable=True)
     return None
 
 
-def _from_torch(item: Any) -> Any:
-    return jax.tree.map(lambda leaf: leaf.detach().cpu().numpy() if hasattr(leaf, "detach") else leaf, item)
-
-
 def _iterable_source(given: Any) -> Source:
-    if callable(given) and not hasattr(given, "__iter__"):
-        return IterableSource(given, None, True)
     if isinstance(given, (str, bytes, dict)) or not hasattr(given, "__iter__"):
         raise ArgumentTypeError(
-            "distribute_dataset takes arrays, pytrees of arrays, an iterable, a function that returns one, or a dataset of"
-            f" PyTorch, grain, tf.data, Hugging Face or Keras; got {type(given).__name__} {given!r:.60}."
+            "distribute_dataset takes arrays, pytrees of arrays, an iterable, a function that returns one, or a dataset"
+            f" of PyTorch, grain, tf.data, Hugging Face or Keras; got {type(given).__name__} {given!r:.60}."
         )
-    one_shot = iter(given) is given
-    return IterableSource(lambda: given, None if one_shot else _length(given), not one_shot)
-
-
-def _length(given: Any) -> int | None:
-    try:
-        return len(given)
-    except (TypeError, NotImplementedError):
-        return None
+    once = iter(given) is given
+    return IterableSource(lambda: given, None if once else libraries.length_of(given), not once)

@@ -480,15 +480,21 @@ class Strategy:
     def split_rows(self, rows: np.ndarray[Any, Any], *, local: bool = False) -> PerReplica:
         """The rows of a host array, an equal number for each replica, each sent to its device only.
 
-        `rows` are those of all replicas, or with `local` those of this process's replicas.
+        `rows` are those of all replicas, or with `local` those of this process's replicas. The array may be
+        changed as soon as this returns.
         """
         n = len(self.local_devices) if local else self.num_replicas
         stacked = rows.reshape(n, rows.shape[0] // n, *rows.shape[1:])
-        sharding = _jax.split(self.mesh)
-        if local:
+        first = self.devices.index(self.local_devices[0]) if local else 0
+
+        def part(index: Any) -> np.ndarray[Any, Any]:
+            mine = stacked[index[0].start - first : index[0].stop - first]
+            return mine.copy() if self.platform == "cpu" else mine  # a CPU device would go on using this memory
+
+        with state.lifted_out():
             shape = (self.num_replicas, *stacked.shape[1:])
-            return PerReplica(jax.make_array_from_process_local_data(sharding, stacked, shape), self)
-        return PerReplica(jax.make_array_from_callback(stacked.shape, sharding, lambda index: stacked[index]), self)
+            split = jax.make_array_from_callback(shape, _jax.split(self.mesh), part)
+            return PerReplica(split.block_until_ready(), self)
 
 
 def _is_distributed(value: Any) -> bool:
