@@ -58,6 +58,8 @@ class Context(ABC):
 
     in_replica = False
     in_cross_replica = False
+    in_merge = False
+    """In cross-replica context within the program of one replica."""
 
     @property
     @abstractmethod
@@ -116,12 +118,14 @@ class CrossReplica(Context):
     def _assign_parts(self, variable: Variable, value: Any, op: Op, frame: Frame) -> None:
         if not variable.per_replica:
             raise diverging(variable, "a PerReplica with a part for each replica was assigned")
-        if value.strategy is not variable.strategy or (value.shape, value.dtype) != (variable.shape, variable.dtype):
+        value.strategy.adopt(variable)
+        variable.strategy.check_owner(value, f"{variable.label}, assigned at {_jax.user_line()}")
+        if (value.shape, value.dtype) != (variable.shape, variable.dtype):
             raise AssignmentError(
-                f"{variable.label} has components of shape {variable.shape} and dtype {variable.dtype} on"
-                f" {variable.strategy!r}, got {value!r:.100} of {value.strategy!r} at {_jax.user_line()}."
+                f"{variable.label} has components of shape {variable.shape} and dtype {variable.dtype}, got {value!r:.100}"
+                f" at {_jax.user_line()}."
             )
-        frame.store(variable, apply_op(op, frame.load(variable) if op != "assign" else None, value.stacked))
+        frame.store(variable, apply_op(op, frame.load(variable) if op != "assign" else None, value.here))
 
     def initial(self, variable: Variable, value: Any) -> Any:
         # Every component starts with the initial value, also under 'sum' (peer: var_on_read_sum_replica_updates).
