@@ -289,7 +289,7 @@ def _conform_leaf(spec: Any, value: Any, label: str) -> Any:
 
     array = to_array(label, "value", value)
     shape = tuple(spec.shape)
-    fits = len(shape) == array.ndim and all(s is None or s == d for s, d in zip(shape, array.shape))
+    fits = len(shape) == array.ndim and all(s == d for s, d in zip(shape, array.shape) if isinstance(s, int))
     if not fits:
         raise ArgumentTypeError(f"{label}: input_signature asks for shape {shape}, got {tuple(array.shape)}.")
     strong = isinstance(array, jax.Array) and not array.weak_type

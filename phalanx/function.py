@@ -433,7 +433,8 @@ def function(
         donate: reuse the buffers of variables that the body writes (values that you hold are safe).
         static_argnames: names of arguments to treat as static although they are numbers.
         input_signature: one ``jax.ShapeDtypeStruct`` (or pytree of them) per argument; calls are converted
-            to it or refused. None in a shape means any size (each size is a trace of its own).
+            to it or refused. A symbolic size (``jax.export.symbolic_shape("rows, 3")``) stands for any (each
+            size is a trace of its own).
         reduce_retracing: let Python numbers and arrays of the same dtype share a trace.
 
     Raises (from calls):
