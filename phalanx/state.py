@@ -13,11 +13,12 @@ each read. A new kind of place is a new frame, nothing else.
 
 from __future__ import annotations
 
+import collections
 import itertools
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Hashable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
@@ -173,12 +174,36 @@ def refuse_foreign(variable: Variable, strategy: Any, action: str) -> None:
 
 # ---- where values live ---------------------------------------------------------------------------
 
+lock = threading.RLock()
+"""Held in eager code while the arrays in variables are handed out, given away or replaced."""
+
+
+def set_all(objects: Iterable[Any], name: str, values: Iterable[Any]) -> None:
+    """Set an attribute of several objects in one call into C: an interrupt finds all of them set or none."""
+    collections.deque(map(setattr, objects, itertools.repeat(name), values), maxlen=0)
+
+
+class Lending:
+    """Whether the array in a variable may be in other hands too, so that its buffer must not be reused."""
+
+    times = 0
+    """How often something was lent; while it stays the same, what was owned is owned."""
+
+    @classmethod
+    def lend(cls, variables: Iterable[Variable]) -> None:
+        """From here on somebody may hold the arrays in these variables."""
+        set_all(variables, "_owned", itertools.repeat(False))
+        cls.times += 1
+
 
 class Frame(ABC):
     """One entry of the stack."""
 
     parent: Frame | None
     context: Context
+
+    lock: AbstractContextManager[Any] = nullcontext()
+    """Held while a variable is read or updated here."""
 
     is_eager = False
     inherits_tapes = False
@@ -204,6 +229,11 @@ class Frame(ABC):
     def store(self, variable: Variable, stored: Any) -> None:
         """Replace the stored array."""
 
+    def store_all(self, values: dict[Variable, Any]) -> None:
+        """Replace the stored arrays of several variables: all or, after an error or interrupt, none."""
+        for variable, stored in values.items():
+            self.store(variable, stored)
+
     def handed_out(self, variable: Variable) -> None:
         """User code got hold of the stored array itself."""
 
@@ -224,6 +254,7 @@ class EagerFrame(Frame):
 
     parent = None
     is_eager = True
+    lock = lock
 
     def __init__(self) -> None:
         self.context = CrossReplica()
@@ -246,11 +277,11 @@ class EagerFrame(Frame):
             if _jax.is_tracer(stored):
                 raise leaked(f"{variable.label}, assigned at {_jax.user_line()}")
         placed = [variable._placed(stored) for variable, stored in values.items()]
-        set_all(values, "_owned", itertools.repeat(False))
+        Lending.lend(values)
         set_all(values, "_stored", placed)
 
     def handed_out(self, variable: Variable) -> None:
-        variable._owned = False
+        Lending.lend((variable,))
 
     def created(self, variable: Variable, stored: Any) -> None:
         variable._replace(variable._placed(stored))
@@ -351,6 +382,7 @@ class ContextFrame(Frame):
         self.parent = parent
         self.context = context
         self.place = parent.base
+        self.lock = self.place.lock
 
     def load(self, variable: Variable) -> Any:
         return self.place.load(variable)
@@ -363,6 +395,9 @@ class ContextFrame(Frame):
 
     def store(self, variable: Variable, stored: Any) -> None:
         self.place.store(variable, stored)
+
+    def store_all(self, values: dict[Variable, Any]) -> None:
+        self.place.store_all(values)
 
     def handed_out(self, variable: Variable) -> None:
         self.place.handed_out(variable)
@@ -509,9 +544,10 @@ def read(variable: Variable) -> jax.Array:
     """The variable's value here and now; active tapes are told."""
     frame = _stack.top
     base = frame.base
-    value = base.context.read(variable, base)
-    if not variable.per_replica:
-        base.handed_out(variable)
+    with base.lock:
+        value = base.context.read(variable, base)
+        if not variable.per_replica:
+            base.handed_out(variable)
     return _tell_tapes(frame, variable, value)
 
 
@@ -544,7 +580,8 @@ def _tell_tapes(frame: Frame, variable: Variable, value: Any, lifting: bool = Tr
 def assign(variable: Variable, value: Any, op: Op) -> None:
     """Update the variable by the rules of the place we are in."""
     base = _stack.top.base
-    base.context.assign(variable, value, op, base)
+    with base.lock:
+        base.context.assign(variable, value, op, base)
 
 
 def create(variable: Variable, value: Any) -> None:

@@ -258,9 +258,10 @@ class Variable:
         """`stored` on the devices of the variable's strategy."""
         return stored if self.strategy is None else self.strategy.place(stored, per_replica=self.per_replica)
 
-    def _replace(self, stored: Any, owned: bool = False) -> None:
+    def _replace(self, stored: Any) -> None:
+        """Take another array, which others may hold too."""
+        state.Lending.lend((self,))
         self._stored = stored
-        self._owned = owned
 
     # ---- as an array ----
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from phalanx import _jax, state
 from phalanx._eager_programs import EagerPrograms, as_function
-from phalanx._traced import in_order
+from phalanx._launch import in_order
 from phalanx.data.arrays import ArrayDataset, Remainder
 from phalanx.distribute.collectives import all_reduce, check_op, countable
 from phalanx.distribute.replica import ReplicaContext, ReplicaRules, check_array, check_axis, check_function
