@@ -18,7 +18,7 @@ import jax
 
 from phalanx import _jax, state
 from phalanx._launch import Compiled, Launch
-from phalanx._signature import Call, Signature, describe
+from phalanx._signature import Call, Signature, describe, identities
 from phalanx._traced import Traced, trace
 from phalanx.errors import ArgumentError, ArgumentTypeError, RetraceError, StrategyError, VariableCreationError
 from phalanx.variables import Variable
@@ -202,7 +202,9 @@ class Function(Generic[P, R]):
                     f"{self.name}: a method of {type(instance).__name__} cannot be traced, because its instances take"
                     " no weak references (a class with __slots__). Add '__weakref__' to __slots__."
                 ) from None
-            entry = (ref, Function(self._fn, instance=ref, **self._options))
+            method = Function(self._fn, instance=ref, **self._options)
+            method._shared = self._shared  # objects of the same structure run the same program
+            entry = (ref, method)
             self._methods[id(instance)] = entry
         return _BoundFunction(entry[1], instance)
 
@@ -255,9 +257,8 @@ class Function(Generic[P, R]):
         key = self._key(call)
         self._traces[key] = concrete
         self._warn_of_storm()
-        for part in call.keys:
-            if hasattr(part, "on_death"):
-                part.on_death(functools.partial(_forget, weakref.ref(self), key))
+        for identity in identities(call.keys):
+            identity.on_death(functools.partial(_forget, weakref.ref(self), key))
         return concrete
 
     def _trace(self, call: Call) -> Traced:
@@ -308,7 +309,8 @@ class Function(Generic[P, R]):
             if compiled.fits(traced, self._donate):
                 return compiled
         compiled = Compiled(traced, self._donate)
-        self._shared = [compiled, *self._shared][:_SHARED_PROGRAMS]
+        self._shared.insert(0, compiled)
+        del self._shared[_SHARED_PROGRAMS:]
         return compiled
 
     # ---- explaining ----
@@ -337,14 +339,7 @@ class Function(Generic[P, R]):
         return "; ".join(fewest) or "an object that is gone, or variables were created"
 
     def _changes(self, old: Call, old_context: Any, new: Call, new_context: Any) -> list[str]:
-        changes = []
-        if old.structure != new.structure:
-            changes.append(f"structure of the arguments: {old.structure} -> {new.structure}")
-        else:
-            for i, (a, b) in enumerate(zip(old.keys, new.keys)):
-                if a != b:
-                    label = self._signature.label(new.structure, i)
-                    changes.append(f"{label}: {describe(a)} -> {describe(b)}")
+        changes = self._signature.changes(old, new)
         if old_context[0] != new_context[0]:
             changes.append(f"context: {describe(old_context[0])} -> {describe(new_context[0])}")
         elif old_context != new_context:
