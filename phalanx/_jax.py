@@ -193,7 +193,8 @@ class Operation:
             return self(*_alike(args) if len(args) > 1 else args)
         closed = self.params["jaxpr"]
         made_for = [v.aval for v in closed.jaxpr.invars]
-        if all(aval_varies(a) == varies(x) for a, x in zip(made_for, args)):
+        same = all(aval_varies(a) == varies(x) for a, x in zip(made_for, args))
+        if same and not _has(closed.jaxpr, frozenset((_CUSTOM_VJP,))):
             return self(*args)
         return _replay_lifted(closed, args)
 
@@ -246,6 +247,9 @@ class CustomJvpOperation(CustomOperation):
         return super().__call__(*args)
 
 
+_CUSTOM_VJP = "custom_vjp_call"
+
+
 class CustomVjpOperation(CustomOperation):
     """A custom_vjp: its rule must give cotangents of the arguments' types, which knows the call only."""
 
@@ -258,12 +262,14 @@ class CustomVjpOperation(CustomOperation):
 
 def _lifted_rule(bwd: Any) -> Any:
     """The backward rule of a custom_vjp for arguments that all vary; it gives cotangents that do."""
-    (check, (in_tree, in_avals, *options)), *inner = bwd.transforms
-    varying = tuple(local_aval(a.shape, a.dtype, weak_type=a.weak_type, varying=True) for a in in_avals)
     rule = _lu.wrap_init(bwd.f, debug_info=bwd.debug_info)
-    for transform, arguments in reversed(inner):
+    for transform, arguments in reversed(bwd.transforms):
+        if arguments and isinstance(arguments[0], jax.tree_util.PyTreeDef):  # JAX's check against the arguments' types
+            tree, avals, *options = arguments
+            varying = tuple(local_aval(a.shape, a.dtype, weak_type=a.weak_type, varying=True) for a in avals)
+            rule, arguments = rule.wrap(_lift_results, (), None), (tree, varying, *options)
         rule = rule.wrap(transform, arguments, None)
-    return rule.wrap(_lift_results, (), None).wrap(check, (in_tree, varying, *options), None)
+    return rule
 
 
 def _lift_results(rule: Callable[..., Any], *args: Any) -> Any:
@@ -285,7 +291,8 @@ def _replay_lifted(closed: Any, args: Sequence[Any]) -> list[Any]:
 
     for equation in closed.jaxpr.eqns:
         inputs = [read(atom) for atom in equation.invars]
-        operation = Operation(equation.primitive, equation.params)
+        kind = CustomVjpOperation if equation.primitive.name == _CUSTOM_VJP else Operation
+        operation = kind(equation.primitive, equation.primitive.get_bind_params(equation.params))
         outs = inputs if operation.is_lift and varies(inputs[0]) else operation.lifted(*inputs)
         values.update(zip(equation.outvars, outs))
     return [read(atom) for atom in closed.jaxpr.outvars]
