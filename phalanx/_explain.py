@@ -37,7 +37,7 @@ def why_not_traced(name: str, error: Exception) -> PhalanxError | None:
         return TracingError(
             f"{name}: at {_jax.line_of_error(error)} a value that may differ between the replicas meets one that is the"
             f" same on all of them, which jax.lax does not put together: {_first_line(text)} Use px.scan,"
-            " px.while_loop and px.cond, which do."
+            " px.while_loop and px.cond, which do; to a function of a library give arguments that all differ (x + 0 * y)."
         )
     if isinstance(error, ValueError) and _ABOUT_MESHES.search(text):
         return StrategyError(
@@ -94,4 +94,4 @@ def _scattered(name: str, traced: Traced, args: Sequence[Any]) -> DeviceError:
 
 
 def _first_line(text: str) -> str:
-    return text.partition("\n")[0][:300].rstrip(" .") + "."
+    return text.partition("\n")[0][:300].rstrip(" .:") + "."

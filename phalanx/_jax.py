@@ -17,6 +17,7 @@ import sys
 import sysconfig
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -28,6 +29,7 @@ from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import distributed as _distributed
 from jax._src import dtypes as _dtypes
+from jax._src import linear_util as _lu
 from jax._src import mesh as _mesh
 from jax._src import traceback_util as _traceback_util
 from jax._src.interpreters import partial_eval as _pe
@@ -172,7 +174,7 @@ class OperationTrace(_core.Trace):  # type: ignore[misc]
     def process_custom_vjp_call(
         self, primitive: Any, fun: Any, fwd: Any, bwd: Any, tracers: Any, /, **params: Any
     ) -> Any:
-        return self._run(CustomOperation(primitive, dict(params, subfuns=(fun, fwd, bwd))), list(tracers))
+        return self._run(CustomVjpOperation(primitive, dict(params, subfuns=(fun, fwd, bwd))), list(tracers))
 
 
 class Operation:
@@ -194,7 +196,8 @@ class Operation:
             return self(*_alike(args) if len(args) > 1 else args)
         closed = self.params["jaxpr"]
         made_for = [v.aval for v in closed.jaxpr.invars]
-        if all(aval_varies(a) == varies(x) for a, x in zip(made_for, args)):
+        same = all(aval_varies(a) == varies(x) for a, x in zip(made_for, args))
+        if same and not _has(closed.jaxpr, frozenset((_CUSTOM_VJP,))):
             return self(*args)
         return _replay_lifted(closed, args)
 
@@ -247,6 +250,35 @@ class CustomJvpOperation(CustomOperation):
         return super().__call__(*args)
 
 
+_CUSTOM_VJP = "custom_vjp_call"
+
+
+class CustomVjpOperation(CustomOperation):
+    """A custom_vjp: its rule must give cotangents of the arguments' types, which knows the call only."""
+
+    __slots__ = ()
+
+    def lifted(self, *args: Any) -> list[Any]:
+        fun, fwd, bwd = self.params["subfuns"]
+        return CustomOperation(self.primitive, dict(self.params, subfuns=(fun, fwd, _lifted_rule(bwd))))(*args)
+
+
+def _lifted_rule(bwd: Any) -> Any:
+    """The backward rule of a custom_vjp for arguments that all vary; it gives cotangents that do."""
+    rule = _lu.wrap_init(bwd.f, debug_info=bwd.debug_info)
+    for transform, arguments in reversed(bwd.transforms):
+        if arguments and isinstance(arguments[0], jax.tree_util.PyTreeDef):  # JAX's check against the arguments' types
+            tree, avals, *options = arguments
+            varying = tuple(local_aval(a.shape, a.dtype, weak_type=a.weak_type, varying=True) for a in avals)
+            rule, arguments = rule.wrap(_lift_results, (), None), (tree, varying, *options)
+        rule = rule.wrap(transform, arguments, None)
+    return rule
+
+
+def _lift_results(rule: Callable[..., Any], *args: Any) -> Any:
+    return jax.tree.map(lambda ct: lift(ct) if isinstance(ct, jax.Array) else ct, rule(*args))
+
+
 def _alike(args: Sequence[Any]) -> list[Any]:
     return [lift(x) for x in args] if any(map(varies, args)) else list(args)
 
@@ -262,7 +294,8 @@ def _replay_lifted(closed: Any, args: Sequence[Any]) -> list[Any]:
 
     for equation in closed.jaxpr.eqns:
         inputs = [read(atom) for atom in equation.invars]
-        operation = Operation(equation.primitive, equation.params)
+        kind = CustomVjpOperation if equation.primitive.name == _CUSTOM_VJP else Operation
+        operation = kind(equation.primitive, equation.primitive.get_bind_params(equation.params))
         outs = inputs if operation.is_lift and varies(inputs[0]) else operation.lifted(*inputs)
         values.update(zip(equation.outvars, outs))
     return [read(atom) for atom in closed.jaxpr.outvars]
@@ -274,6 +307,11 @@ def _replay_lifted(closed: Any, args: Sequence[Any]) -> list[Any]:
 def is_tracer(value: Any) -> bool:
     """True for a value of a program that is being traced."""
     return isinstance(value, _core.Tracer)
+
+
+def is_leaked(value: Any) -> bool:
+    """True for a value of a program of ours whose body has ended."""
+    return is_tracer(value) and value._trace in _ended
 
 
 def _same_buffers(x: Any) -> Any:
@@ -315,6 +353,7 @@ def register_array_like(cls: type, read: Callable[[Any], Any]) -> None:
 
 # ---- programs ------------------------------------------------------------------------------------
 
+_ended: weakref.WeakSet[Any] = weakref.WeakSet()
 _input_p = _jex.Primitive("phalanx_input")
 _input_p.def_abstract_eval(lambda *, aval, index: aval)
 
@@ -359,6 +398,16 @@ class Program:
         """`bind` with the values of all inputs that were asked for while tracing."""
         return self.bind(*[inputs[i] for i in self.used], *self.constants)
 
+    def without_constants(self) -> Program:
+        """The same for other constants of these types, which `bind` is given."""
+        return Program(self.name, self.jaxpr, self.used, [])
+
+    @functools.cached_property
+    def text(self) -> str:
+        """The program in StableHLO: equal texts compute the same."""
+        args = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self.jaxpr.jaxpr.invars]
+        return jax.jit(self.bind, keep_unused=True).lower(*args).as_text()
+
 
 @functools.lru_cache(maxsize=1024)
 def _jit_template(n_in: int, n_out: int, mesh: Any) -> tuple[Any, dict[str, Any]]:
@@ -381,7 +430,11 @@ def trace_program(body: Callable[[Tracing], list[Any]], name: str) -> Program:
     """
 
     def nullary() -> list[Any]:
-        return body(Tracing())
+        tracing = Tracing()
+        try:
+            return body(tracing)
+        finally:
+            _ended.add(tracing.trace)
 
     closed = jax.make_jaxpr(nullary)()
     constvars = list(getattr(closed, "constvars", ())) or list(closed.jaxpr.constvars)
@@ -400,10 +453,9 @@ def trace_program(body: Callable[[Tracing], list[Any]], name: str) -> Program:
     return Program(name, _jex.ClosedJaxpr(lifted, []), used, list(closed.consts))
 
 
-def program_text(program: Program) -> str:
-    """The program in StableHLO, constants included: equal texts compute the same."""
-    args = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in program.jaxpr.jaxpr.invars]
-    return jax.jit(program.bind, keep_unused=True).lower(*args).as_text()
+def known_calls(jitted: Any) -> int:
+    """How many kinds of calls of a jitted function pass through C++ alone, as far as was seen."""
+    return int(jitted._cache_size())
 
 
 # ---- replicas ------------------------------------------------------------------------------------
@@ -471,10 +523,22 @@ COLLECTIVES = frozenset(
 """Operations in which the replicas wait for each other."""
 
 
+_CALLBACKS = frozenset(("io_callback", "pure_callback", "debug_callback"))
+
+
 def has_collective(jaxpr: Any) -> bool:
     """True when the replicas wait for each other somewhere in the jaxpr."""
+    return _has(jaxpr, COLLECTIVES)
+
+
+def has_callback(jaxpr: Any) -> bool:
+    """True when Python functions, which may raise, are called from the compiled program."""
+    return _has(jaxpr, _CALLBACKS)
+
+
+def _has(jaxpr: Any, names: frozenset[str]) -> bool:
     return any(
-        equation.primitive.name in COLLECTIVES or any(map(has_collective, inner_jaxprs(equation)))
+        equation.primitive.name in names or any(_has(inner, names) for inner in inner_jaxprs(equation))
         for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns
     )
 

@@ -289,7 +289,7 @@ def _conform_leaf(spec: Any, value: Any, label: str) -> Any:
 
     array = to_array(label, "value", value)
     shape = tuple(spec.shape)
-    fits = len(shape) == array.ndim and all(s is None or s == d for s, d in zip(shape, array.shape))
+    fits = len(shape) == array.ndim and all(s == d for s, d in zip(shape, array.shape) if isinstance(s, int))
     if not fits:
         raise ArgumentTypeError(f"{label}: input_signature asks for shape {shape}, got {tuple(array.shape)}.")
     strong = isinstance(array, jax.Array) and not array.weak_type
@@ -300,3 +300,14 @@ def _conform_leaf(spec: Any, value: Any, label: str) -> Any:
     if _jax.is_tracer(array) or isinstance(array, jax.Array):
         return array.astype(spec.dtype)
     return np.asarray(array, spec.dtype)
+
+
+def describe(key: Any) -> str:
+    """A part of a trace's key in words."""
+    if hasattr(key, "str_short"):
+        return f"Python number ({key.str_short()})" if key.weak_type and not key.shape else str(key.str_short())
+    if isinstance(key, tuple) and len(key) == 2 and isinstance(key[0], type):
+        return repr(key[1])
+    if isinstance(key, tuple) and key and isinstance(key[0], str):
+        return " of ".join(str(k) for k in key if k is not None)
+    return repr(key)

@@ -164,11 +164,11 @@ class _Body:
             return _jax.lift(values[variable]) if lifted else values[variable]
 
         outs = self.traced.program(self.traced.inputs(args, load))
-        n = self.traced._n_results
+        n = self.traced.n_results
         return outs[:n], {**values, **dict(zip(self.written, outs[n:]))}
 
     def out_types(self) -> list[Any]:
-        return self.traced.program.out_avals[: self.traced._n_results]
+        return self.traced.program.out_avals[: self.traced.n_results]
 
     def rebuild(self, results: list[Any]) -> Any:
         return self.traced._rebuild(results)
@@ -224,13 +224,13 @@ def _trace_branches(pred: Any, true_fun: Callable[..., Any], false_fun: Callable
         return run
 
     outs = jax.lax.cond(pred, branch(bodies[0]), branch(bodies[1]), inputs)
-    n = bodies[0].traced._n_results
+    n = bodies[0].traced.n_results
     _store(carried, dict(zip(carried, outs[n:])))
     return bodies[0].rebuild(list(outs[:n]))
 
 
 def _written_types(body: _Body, carried: dict[Variable, Any]) -> list[Any]:
-    new = dict(zip(body.written, body.traced.program.out_avals[body.traced._n_results :]))
+    new = dict(zip(body.written, body.traced.program.out_avals[body.traced.n_results :]))
     return [new.get(v, jax.typeof(value)) for v, value in carried.items()]
 
 

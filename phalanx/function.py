@@ -17,9 +17,11 @@ from typing import Any, Generic, ParamSpec, TypeVar, overload
 import jax
 
 from phalanx import _jax, state
-from phalanx._signature import Call, Signature, is_input
-from phalanx._traced import Compiled, Traced, trace
-from phalanx.errors import ArgumentError, ArgumentTypeError, RetraceError, VariableCreationError
+from phalanx._launch import Compiled, Launch
+from phalanx._signature import Call, Signature, describe, identities
+from phalanx._traced import Traced, trace
+from phalanx.errors import ArgumentError, ArgumentTypeError, RetraceError, StrategyError, VariableCreationError
+from phalanx.variables import Variable
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -31,6 +33,9 @@ _STORM = 10
 
 _WARM_UP_CALLS = 2
 """Calls of a function that may trace it while `strict` is on."""
+
+_tracing = threading.RLock()
+"""Held while a function is traced; one for all, since functions call each other."""
 
 _SHARED_PROGRAMS = 16
 """Executables that a function keeps for rebuilt objects of the same structure."""
@@ -77,11 +82,15 @@ def is_strict() -> bool:
 class ConcreteFunction:
     """One trace of a function, for arguments of one kind. Made by `Function.get_concrete_function`."""
 
-    def __init__(self, traced: Traced, call: Call, name: str, compiled: Compiled) -> None:
+    def __init__(
+        self, traced: Traced, call: Call, signature: Signature, compiled: Callable[[Traced], Compiled]
+    ) -> None:
         self._traced = traced
         self._call = call
+        self._signature = signature
         self._compiled = compiled
-        self.name = name
+        self._context = _context_keys()
+        self.name = signature.name
 
     @property
     def captured_variables(self) -> tuple[Any, ...]:
@@ -89,36 +98,59 @@ class ConcreteFunction:
         return tuple(dict.fromkeys(variable for variable, _ in self._traced.captures))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call with arguments of exactly the traced shapes and dtypes.
+        """Call with arguments of exactly the traced shapes and dtypes, and the traced static values.
 
         Raises:
-            ArgumentTypeError: for arguments of another structure, shape or dtype.
+            ArgumentTypeError: for arguments of another kind.
+            StrategyError: under another strategy, or in a replica when it was traced outside one.
         """
-        leaves, structure = jax.tree.flatten((args, kwargs))
-        inputs = [leaf for leaf in leaves if is_input(leaf)]
-        expected = self._call.input_types
-        if structure != self._call.structure or len(inputs) != len(expected):
+        call = self._signature.split(*self._signature.bind(args, kwargs))
+        expected = self._call
+        if call.structure != expected.structure:
             raise ArgumentTypeError(
-                f"{self.name}: this concrete function takes arguments of structure {self._call.structure}, got {structure}."
+                f"{self.name}: this concrete function takes arguments of structure {expected.structure}, got"
+                f" {call.structure}."
             )
-        for i, (value, aval) in enumerate(zip(inputs, expected)):
-            found = jax.typeof(value)
-            if found.shape != aval.shape or found.dtype != aval.dtype:
+        for i, (found, wanted) in enumerate(zip(call.keys, expected.keys)):
+            if not _same_kind(found, wanted):
                 raise ArgumentTypeError(
-                    f"{self.name}: input {i} of this concrete function is {aval.str_short()}, got {found.str_short()}."
+                    f"{self.name}: {self._signature.label(call.structure, i)} of this concrete function is"
+                    f" {describe(wanted)}, got {describe(found)}."
                 )
-        return self._run(inputs)
+        here = _context_keys()
+        if here != self._context:
+            raise StrategyError(
+                f"{self.name}: this concrete function was traced in the context {describe(self._context[0])} and is"
+                f" called in {describe(here[0])}, or under other JAX settings. Call the function itself, which is"
+                " traced for each."
+            )
+        return self._run(call.inputs)
 
     def _run(self, inputs: Sequence[Any]) -> Any:
         if _jax.is_eager() and state.top().is_eager:
-            return self._compiled(self._traced, inputs)
+            return self._launch(inputs)
         return self._traced.call_in_place(inputs)
+
+    @functools.cached_property
+    def _launch(self) -> Launch:
+        # Made at the first call: what is only ever called in other programs needs no compiled one of its own.
+        with _tracing:
+            return Launch(self._compiled(self._traced), self._traced)
 
     def lower(self) -> Any:
         """JAX's lowered program (``jax.stages.Lowered``)."""
-        inputs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self._call.input_types]
-        inputs += [variable._stored for variable, _ in self._traced.captures]
-        return self._compiled.lower(inputs, self._traced.program.constants)
+        return self._launch.lower()
+
+
+def _same_kind(found: Any, wanted: Any) -> bool:
+    if hasattr(found, "dtype") and hasattr(wanted, "dtype"):
+        return bool(found.shape == wanted.shape and found.dtype == wanted.dtype)
+    return bool(found == wanted)
+
+
+def _context_keys() -> tuple[Hashable, ...]:
+    frame = state.top()
+    return (frame.context.key, state.tape_key(frame), _jax.trace_context())
 
 
 class Function(Generic[P, R]):
@@ -134,23 +166,23 @@ class Function(Generic[P, R]):
         reduce_retracing: bool,
         instance: weakref.ref[Any] | None = None,
     ) -> None:
-        functools.update_wrapper(self, fn)
+        functools.update_wrapper(self, fn, updated=())
         self._fn = fn
-        self._options = dict(
-            donate=donate,
-            static_argnames=static_argnames,
-            input_signature=input_signature,
-            reduce_retracing=reduce_retracing,
-        )
+        self._options: dict[str, Any] = {
+            "donate": donate,
+            "static_argnames": static_argnames,
+            "input_signature": input_signature,
+            "reduce_retracing": reduce_retracing,
+        }
         self._donate = donate
         self._instance = instance
         self._signature = Signature(fn, static_argnames, input_signature, reduce_retracing, 1 if instance else 0)
-        self._lock = threading.RLock()
         self._traces: dict[Hashable, ConcreteFunction] = {}
         self._history: list[tuple[Call, tuple[Hashable, ...]]] = []
         self._shared: list[Compiled] = []
         self._methods: dict[int, tuple[weakref.ref[Any], Function[..., Any]]] = {}
         self._calls = 0
+        self._warned = False
         self.trace_count = 0
         """How often the body has run to be traced."""
 
@@ -170,13 +202,15 @@ class Function(Generic[P, R]):
         entry = self._methods.get(id(instance))
         if entry is None or entry[0]() is not instance:
             try:
-                ref = weakref.ref(instance, lambda _, key=id(instance): self._methods.pop(key, None))  # type: ignore[misc]
+                ref = weakref.ref(instance, functools.partial(_drop, self._methods, id(instance)))
             except TypeError:
                 raise ArgumentTypeError(
-                    f"{self.name}: a method of {type(instance).__name__} cannot be traced, because its instances take no"
-                    " weak references (a class with __slots__). Add '__weakref__' to __slots__."
+                    f"{self.name}: a method of {type(instance).__name__} cannot be traced, because its instances take"
+                    " no weak references (a class with __slots__). Add '__weakref__' to __slots__."
                 ) from None
-            entry = (ref, Function(self._fn, instance=ref, **self._options))  # type: ignore[arg-type]
+            method = Function(self._fn, instance=ref, **self._options)
+            method._shared = self._shared  # objects of the same structure run the same program
+            entry = (ref, method)
             self._methods[id(instance)] = entry
         return _BoundFunction(entry[1], instance)
 
@@ -190,7 +224,7 @@ class Function(Generic[P, R]):
         call = self._signature.split(*bound)
         concrete = self._traces.get(self._key(call))
         if concrete is None:
-            with self._lock:
+            with _tracing:
                 concrete = self._traces.get(self._key(call)) or self._new_trace(call)
         return concrete._run(call.inputs)  # type: ignore[no-any-return]
 
@@ -201,7 +235,7 @@ class Function(Generic[P, R]):
             ArgumentTypeError: as a call would.
         """
         call = self._signature.split(*self._signature.bind(*_examples(args, kwargs)))
-        with self._lock:
+        with _tracing:
             return self._traces.get(self._key(call)) or self._new_trace(call)
 
     def _body(self) -> Callable[..., Any]:
@@ -212,27 +246,25 @@ class Function(Generic[P, R]):
         return functools.partial(self._fn, instance)
 
     def _key(self, call: Call) -> Hashable:
-        context = state.context()
-        return (call.structure, call.keys, context.key, state.tape_key(state.top()), _jax.trace_context())
+        return (call.structure, call.keys, *_context_keys())
 
     # ---- tracing ----
 
     def _new_trace(self, call: Call) -> ConcreteFunction:
-        context = self._context_keys()
-        self._check_strict(call, context)
+        self._check_strict(call)
         traced = self._trace(call)
         self._adopt_captures(traced)
-        key = self._key(call)
         kind = call.without_values()
-        concrete = ConcreteFunction(traced, kind, self.name, self._compile(traced))
-        self._history.append((kind, context))
-        self._warn_of_storm()
-        if traced.initial:
-            return concrete  # belongs to the enclosing trace, which will be made again
+        concrete = ConcreteFunction(traced, kind, self._signature, self._compile)
+        if traced.belongs_to_a_trace:
+            return concrete
+        traced.borrow([leaf for leaf in call.leaves if isinstance(leaf, Variable)])
+        self._history.append((kind, _context_keys()))
+        key = self._key(call)
         self._traces[key] = concrete
-        for part in call.keys:
-            if hasattr(part, "on_death"):
-                part.on_death(functools.partial(_forget, weakref.ref(self), key))
+        self._warn_of_storm()
+        for identity in identities(call.keys):
+            identity.on_death(functools.partial(_forget, weakref.ref(self), key))
         return concrete
 
     def _trace(self, call: Call) -> Traced:
@@ -248,8 +280,8 @@ class Function(Generic[P, R]):
         if again.births:
             lines = ", ".join(f"{v.label} at {v._created_at}" for v in again.births)
             raise VariableCreationError(
-                f"{self.name} creates variables each time it runs ({lines}); a traced function may create them the first"
-                " time only. Create them outside, or keep them: `if self.v is None: self.v = px.Variable(...)`."
+                f"{self.name} creates variables each time it runs ({lines}); a traced function may create them the"
+                " first time only. Create them outside, or keep them: `if self.v is None: self.v = px.Variable(...)`."
             )
         return again
 
@@ -283,13 +315,11 @@ class Function(Generic[P, R]):
             if compiled.fits(traced, self._donate):
                 return compiled
         compiled = Compiled(traced, self._donate)
-        self._shared = [compiled, *self._shared][:_SHARED_PROGRAMS]
+        self._shared.insert(0, compiled)
+        del self._shared[_SHARED_PROGRAMS:]
         return compiled
 
     # ---- explaining ----
-
-    def _context_keys(self) -> tuple[Hashable, ...]:
-        return (state.context().key, _jax.trace_context())
 
     def explain_retraces(self) -> str:
         """What changed from trace to trace: which argument, from what to what.
@@ -310,28 +340,23 @@ class Function(Generic[P, R]):
 
     def _difference(self, index: int) -> str:
         call, context = self._history[index]
-        candidates = [self._changes(old, old_context, call, context) for old, old_context in self._history[:index]]
-        return "; ".join(min(candidates, key=len)) or "an object that is gone, or variables were created"
+        earlier = reversed(self._history[:index])
+        fewest: list[str] = min((self._changes(*old, call, context) for old in earlier), key=len)
+        return "; ".join(fewest) or "an object that is gone, or variables were created"
 
     def _changes(self, old: Call, old_context: Any, new: Call, new_context: Any) -> list[str]:
-        changes = []
-        if old.structure != new.structure:
-            changes.append(f"structure of the arguments: {old.structure} -> {new.structure}")
-        else:
-            for i, (a, b) in enumerate(zip(old.keys, new.keys)):
-                if a != b:
-                    label = self._signature.label(new.structure, i)
-                    changes.append(f"{label}: {_describe(a)} -> {_describe(b)}")
+        changes = self._signature.changes(old, new)
         if old_context[0] != new_context[0]:
-            changes.append(f"context: {_describe(old_context[0])} -> {_describe(new_context[0])}")
+            changes.append(f"context: {describe(old_context[0])} -> {describe(new_context[0])}")
         elif old_context != new_context:
-            changes.append("JAX settings (x64, precision ...)")
+            tapes = old_context[1] != new_context[1]
+            changes.append("tapes around the call" if tapes else "JAX settings (x64, precision ...)")
         return changes
 
-    def _check_strict(self, call: Call, context: tuple[Hashable, ...]) -> None:
+    def _check_strict(self, call: Call) -> None:
         if not (_Settings.strict and self._history and self._calls > _WARM_UP_CALLS):
             return
-        self._history.append((call, context))
+        self._history.append((call, _context_keys()))
         try:
             difference = self._difference(len(self._history) - 1)
         finally:
@@ -342,10 +367,11 @@ class Function(Generic[P, R]):
         )
 
     def _warn_of_storm(self) -> None:
-        if len(self._history) == _STORM:
+        if len(self._traces) == _STORM and not self._warned:
+            self._warned = True
             warnings.warn(
-                f"{self.name} has been traced {_STORM} times, which is slow. Last change:"
-                f" {self._difference(_STORM - 1)}. See {self.name}.explain_retraces().",
+                f"{self.name} has been traced for {_STORM} kinds of arguments, which is slow. Last change:"
+                f" {self._difference(len(self._history) - 1)}. See {self.name}.explain_retraces().",
                 stacklevel=4,
             )
 
@@ -363,20 +389,14 @@ class Function(Generic[P, R]):
         return {k: float(v) for k, v in analysis.items() if k in ("flops", "bytes accessed")}
 
 
+def _drop(methods: dict[int, Any], key: int, _: weakref.ref[Any]) -> None:
+    methods.pop(key, None)
+
+
 def _forget(owner: weakref.ref[Any], key: Hashable) -> None:
     function = owner()
     if function is not None:
         function._traces.pop(key, None)
-
-
-def _describe(key: Any) -> str:
-    if hasattr(key, "str_short"):
-        return str(key.str_short())
-    if isinstance(key, tuple) and len(key) == 2 and isinstance(key[0], type):
-        return repr(key[1])
-    if isinstance(key, tuple) and key and isinstance(key[0], str):
-        return " of ".join(str(k) for k in key if k is not None)
-    return repr(key)
 
 
 def _examples(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -399,8 +419,33 @@ class _BoundFunction:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._function(*args, **kwargs)
 
+    def get_concrete_function(self, *args: Any, **kwargs: Any) -> ConcreteFunction:
+        """See `Function.get_concrete_function`."""
+        return self._function.get_concrete_function(*args, **kwargs)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """See `Function.lower`."""
+        return self._function.lower(*args, **kwargs)
+
+    def cost(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """See `Function.cost`."""
+        return self._function.cost(*args, **kwargs)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._function, name)
+
+    @property
+    def __doc__(self) -> str | None:  # type: ignore[override]
+        return self._function.__doc__
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BoundFunction) and other._function is self._function
+
+    def __hash__(self) -> int:
+        return hash(self._function)
+
+    def __repr__(self) -> str:
+        return f"<bound {self._function!r} of {self.__self__!r}>"
 
 
 @overload
@@ -439,7 +484,8 @@ def function(
         donate: reuse the buffers of variables that the body writes (values that you hold are safe).
         static_argnames: names of arguments to treat as static although they are numbers.
         input_signature: one ``jax.ShapeDtypeStruct`` (or pytree of them) per argument; calls are converted
-            to it or refused. None in a shape means any size (each size is a trace of its own).
+            to it or refused. A symbolic size (``jax.export.symbolic_shape("rows, 3")``) stands for any (each
+            size is a trace of its own).
         reduce_retracing: let Python numbers and arrays of the same dtype share a trace.
 
     Raises (from calls):
@@ -467,6 +513,11 @@ def function(
         raise ArgumentError("input_signature and static_argnames cannot be combined.")
 
     def decorate(f: Callable[P, R]) -> Function[P, R]:
+        if isinstance(f, (classmethod, staticmethod)):
+            raise ArgumentTypeError(
+                f"px.function is applied to a {type(f).__name__}. Write the decorators the other way round:"
+                f" @{type(f).__name__} above, @px.function below."
+            )
         if not callable(f):
             raise ArgumentTypeError(f"px.function takes a function, got {type(f).__name__} {f!r:.60}.")
         return Function(

@@ -13,9 +13,10 @@ import optax
 from phalanx import _jax, state
 from phalanx.distribute.collectives import all_reduce, check_op
 from phalanx.distribute.strategy import get_strategy
-from phalanx.distribute.values import PerReplica
-from phalanx.errors import AggregationRequiredError, ArgumentError, ArgumentTypeError, StrategyError
-from phalanx.variables import Variable
+from phalanx.distribute.values import is_per_replica
+from phalanx.errors import AggregationRequiredError, ArgumentError, ArgumentTypeError, AssignmentError
+from phalanx.function import function
+from phalanx.variables import Variable, check_kind, to_array
 
 Reduction = Literal["sum", "mean"] | None
 
@@ -24,7 +25,11 @@ class Optimizer:
     """Updates variables by an optax transformation, whose state lives in variables too.
 
     Args:
-        tx: any ``optax.GradientTransformation``.
+        tx: any ``optax.GradientTransformation``. Settings that change during training are variables when
+            they come from ``optax.inject_hyperparams``: assign to ``optimizer.state.hyperparams["learning_rate"]``.
+
+    Raises:
+        ArgumentTypeError: for something that is not an optax transformation.
 
     Example:
         >>> w = px.Variable([1.0, 2.0])
@@ -44,9 +49,11 @@ class Optimizer:
         self._tx = tx
         self._updated: tuple[Variable, ...] = ()
         self._state: list[Variable] = []
+        self._owners: list[int | None] = []
+        """Which variable each part of the state belongs to; None for what all share, such as a step counter."""
         self._structure: Any = None
         self._warned: set[Any] = set()
-        self._step = jax.jit(self._transform)
+        self._update_now = function(self._update)
 
     @property
     def variables(self) -> tuple[Variable, ...]:
@@ -58,100 +65,98 @@ class Optimizer:
         """optax's state with variables as its leaves, or None before `build`."""
         return None if self._structure is None else jax.tree.unflatten(self._structure, self._state)
 
+    # ---- building ----
+
     def build(self, variables: Iterable[Variable]) -> None:
         """Make the state for these variables; `apply_gradients` does it at its first call.
 
         It happens outside every trace, so the first call may be inside a traced function or a replica.
 
+        Args:
+            variables: all the variables that the optimizer will ever update.
+
         Raises:
             ArgumentTypeError: for something that is not a variable.
-            ArgumentError: when the optimizer was built for others, or a variable is given twice.
+            ArgumentError: when the optimizer was built for others, a variable is given twice, is per replica,
+                or has a dtype without gradients.
+
+        Example:
+            >>> optimizer = px.Optimizer(optax.adam(1e-3))
+            >>> optimizer.build([px.Variable([1.0, 2.0])])
+            >>> [v.name for v in optimizer.variables]
+            ['optimizer[0].count', 'optimizer[0].mu[0]', 'optimizer[0].nu[0]']
         """
-        variables = tuple(variables)
-        for v in variables:
-            if not isinstance(v, Variable):
-                raise ArgumentTypeError(f"Optimizer takes px.Variables, got {type(v).__name__}.")
-        if len(set(variables)) < len(variables):
-            raise ArgumentError("Optimizer: a variable was given twice; add up its gradients first.")
-        if self._updated and variables != self._updated:
+        variables = _checked_variables(variables, "build")
+        if self._updated and set(variables) != set(self._updated):
             raise ArgumentError("Optimizer: it was built for other variables. Use one optimizer for each set of variables.")
         if self._updated or not variables:
             return
-        for v in variables:
-            if v.per_replica:
-                raise ArgumentError(
-                    f"Optimizer: {v.label} has one component per replica; it cannot be updated by one optimizer step."
-                )
-        born_here = any(v._stored is None for v in variables)
-        if born_here:
-            initial = self._tx.init([state.top().base.load(v) for v in variables])
-            self._keep(initial, variables)
+        if any(v._stored is None for v in variables):  # born in the trace that is running
+            self._keep(self._tx.init([state.top().base.load(v) for v in variables]), variables)
         else:
             with state.lifted_out():
-                initial = self._tx.init([v._stored for v in variables])
-                self._keep(initial, variables)
+                self._keep(self._tx.init([v._stored for v in variables]), variables)
 
     def _keep(self, initial: Any, variables: tuple[Variable, ...]) -> None:
         paths, self._structure = jax.tree_util.tree_flatten_with_path(initial)
-        owner = next((v.strategy for v in variables if v.strategy is not None), None)
+        self._owners = _owners(self._tx, initial, len(variables))
+        strategy = next((v.strategy for v in variables if v.strategy is not None), None)
         self._state = [
             Variable(leaf, trainable=False, name=f"optimizer{jax.tree_util.keystr(path)}") for path, leaf in paths
         ]
-        if owner is not None:
+        if strategy is not None:
             for slot in self._state:
-                owner.adopt(slot)
+                strategy.adopt(slot)
         self._updated = variables
+
+    # ---- updating ----
 
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Variable]], reduce: Reduction = "sum") -> None:
         """Update each variable by its gradient.
 
         Args:
-            grads_and_vars: pairs; a gradient has its variable's shape, or is None (that variable is left as
-                it is, and named once in a warning).
+            grads_and_vars: pairs; a gradient has its variable's shape, or is None (that variable and its
+                part of the state stay as they are, and it is named once in a warning).
             reduce: in a replica, how the replicas' gradients merge before the step: ``"sum"`` (for losses
                 divided by the global batch), ``"mean"``, or None when they are reduced already. Small
                 gradients travel together.
 
         Raises:
-            ArgumentError: when there is no gradient at all, a shape is wrong, or a variable is unknown.
+            ArgumentError: when there is no gradient at all, a shape is wrong, or a variable is unknown or
+                given twice.
+            ArgumentTypeError: for something that is not pairs of gradient and variable.
             AggregationRequiredError: with ``reduce=None`` and a gradient that may differ between replicas.
+
+        Example:
+            >>> w, b = px.Variable([1.0, 2.0]), px.Variable(0.0)
+            >>> optimizer = px.Optimizer(optax.sgd(1.0))
+            >>> optimizer.apply_gradients(zip([jnp.ones(2), 3.0], [w, b]))
+            >>> w.numpy().tolist(), float(b)
+            ([0.0, 1.0], -3.0)
         """
-        pairs = self._check_pairs(grads_and_vars)
         if reduce is not None:
             reduce = check_op(reduce, "apply_gradients(reduce=...)")
-        variables = tuple(v for _, v in pairs)
-        known = set(self._updated)
+        pairs = _checked_pairs(grads_and_vars)
         if not self._updated:
-            self.build(variables)
-        elif not set(variables) <= known:
-            new = [v.label for v in variables if v not in known]
+            self.build(v for _, v in pairs)
+        known = set(self._updated)
+        new = [v.label for _, v in pairs if v not in known]
+        if new:
             raise ArgumentError(
                 f"Optimizer: {', '.join(new)} was not among the variables that it was built for. Call"
                 " optimizer.build(all_variables) first, or use one optimizer for each set of variables."
             )
-        grads = {v: g for g, v in pairs if g is not None}
-        self._warn_of_missing([v for g, v in pairs if g is None], bool(grads))
-        reduced = dict(zip(grads, self._reduce(list(grads.items()), reduce)))
-        self._update(reduced)
-
-    def _check_pairs(self, grads_and_vars: Any) -> list[tuple[Any, Variable]]:
-        try:
-            pairs = [(g, v) for g, v in grads_and_vars]
-        except (TypeError, ValueError) as error:
-            raise ArgumentTypeError("apply_gradients takes pairs: zip(gradients, variables).") from error
-        if not pairs:
-            raise ArgumentError("apply_gradients: there are no pairs. Was the zip used up already?")
-        checked: list[tuple[Any, Variable]] = []
-        for g, v in pairs:
-            if not isinstance(v, Variable):
-                raise ArgumentTypeError(f"apply_gradients takes pairs (gradient, px.Variable), got {type(v).__name__}.")
-            if g is not None:
-                g = g.value if isinstance(g, Variable) else g
-                shape = tuple(g.shape) if hasattr(g, "shape") else jnp.shape(g)
-                if shape != v.shape:
-                    raise ArgumentError(f"apply_gradients: the gradient of {v.label} has shape {shape}, the variable {v.shape}.")
-            checked.append((g, v))
-        return checked
+        present = [(v, g) for g, v in pairs if g is not None]
+        self._warn_of_missing([v for g, v in pairs if g is None], bool(present))
+        reduced = dict(zip([v for v, _ in present], self._reduce(present, reduce)))
+        grads = [reduced.get(v) for v in self._updated]
+        if not state.top().is_eager:
+            self._update(grads)
+            return
+        for v in reduced:
+            state.refuse_transformations(v, None)
+        with state.lifted_out():  # a step of the optimizer is nothing that a tape records
+            self._update_now(grads)
 
     def _warn_of_missing(self, missing: list[Variable], some_left: bool) -> None:
         if missing and not some_left:
@@ -166,25 +171,25 @@ class Optimizer:
             warnings.warn(f"apply_gradients: the loss does not depend on {names}; left as it is", stacklevel=3)
 
     def _reduce(self, pairs: list[tuple[Variable, Any]], reduce: Reduction) -> list[Any]:
-        context = state.context()
-        strategy = get_strategy()
-        if not context.in_replica:
-            if any(isinstance(g, PerReplica) for _, g in pairs):
-                return [strategy.reduce(reduce or "sum", g) for _, g in pairs]
-            return [jnp.asarray(g, v.dtype) for v, g in pairs]
-        if reduce is None:
-            for v, g in pairs:
-                if _jax.varies(g):
-                    raise AggregationRequiredError(
-                        f"apply_gradients(reduce=None): the gradient of {v.label} may differ between the replicas, at"
-                        f" {_jax.user_line()}. Leave reduce at 'sum', or all_reduce the gradients first."
-                    )
-            return [jnp.asarray(g, v.dtype) for v, g in pairs]
-        self._warn_of_equal(pairs, reduce, strategy.num_replicas)
-        return all_reduce(reduce, [jnp.asarray(g, v.dtype) for v, g in pairs], strategy.num_replicas, strategy.platform)
+        differing = next((v for v, g in pairs if is_per_replica(g) or _jax.varies(g)), None)
+        if differing is not None and reduce is None:
+            raise AggregationRequiredError(
+                f"apply_gradients(reduce=None): the gradient of {differing.label} may differ between the replicas, at"
+                f" {_jax.user_line()}. Leave reduce at 'sum', or all_reduce the gradients first."
+            )
+        if state.context().in_replica and reduce is not None:
+            strategy = get_strategy()
+            self._warn_of_equal(pairs, reduce, strategy.num_replicas)
+            grads = [jnp.asarray(g, v.dtype) for v, g in pairs]
+            return all_reduce(reduce, grads, strategy.num_replicas, strategy.platform)
+        merged = [g.strategy.reduce(reduce, g) if is_per_replica(g) else g for _, g in pairs]
+        for (v, _), g in zip(pairs, merged):
+            if _jax.varies(g):
+                raise state.diverging(v, "apply_gradients was given a gradient that may differ between the replicas")
+        return [jnp.asarray(g, v.dtype) for (v, _), g in zip(pairs, merged)]
 
     def _warn_of_equal(self, pairs: list[tuple[Variable, Any]], reduce: Reduction, n: int) -> None:
-        equal = [v for v, g in pairs if not _jax.varies(jnp.asarray(g))]
+        equal = [v for v, g in pairs if not _jax.varies(g)]
         if reduce == "sum" and n > 1 and equal and "equal" not in self._warned:
             self._warned.add("equal")
             warnings.warn(
@@ -193,29 +198,105 @@ class Optimizer:
                 stacklevel=4,
             )
 
-    def _update(self, grads: dict[Variable, Any]) -> None:
-        place = state.top().base
-        strategy = state.context().strategy
+    def _update(self, grads: list[Any]) -> None:
+        """One step; None stands for variables that have no gradient."""
+        place, strategy = state.top().base, state.context().strategy
         for v in (*self._updated, *self._state):
             state.refuse_foreign(v, strategy, "updated")
             if strategy is not None and state.context().in_replica:
                 strategy.adopt(v)
         params = [place.load(v) for v in self._updated]
         slots = [place.load(v) for v in self._state]
-        full = [grads.get(v) if v in grads else jnp.zeros(v.shape, v.dtype) for v in self._updated]
-        new_params, new_slots = self._step(full, slots, params)
-        for v, value in zip(self._updated, new_params):
-            if v in grads:
-                place.store(v, value if v.constraint is None else v.constraint(value))
-        for v, value in zip(self._state, new_slots):
-            place.store(v, value)
-
-    def _transform(self, grads: list[Any], slots: list[Any], params: list[Any]) -> tuple[list[Any], list[Any]]:
-        updates, new = self._tx.update(grads, jax.tree.unflatten(self._structure, slots), params)
+        full = [jnp.zeros(v.shape, v.dtype) if g is None else g for v, g in zip(self._updated, grads)]
+        updates, new_state = self._tx.update(full, jax.tree.unflatten(self._structure, slots), params)
         new_params = optax.apply_updates(params, updates)
-        slots = [jnp.asarray(s, v.dtype) for s, v in zip(jax.tree.leaves(new), self._state)]
-        return list(new_params), slots  # type: ignore[arg-type]
+        new_values: dict[Variable, Any] = {}
+        for v, g, value in zip(self._updated, grads, new_params):
+            if g is not None:
+                new_values[v] = _constrained(v, value)
+        for v, owner, value in zip(self._state, self._owners, jax.tree.leaves(new_state)):
+            if owner is None or grads[owner] is not None:
+                new_values[v] = jnp.asarray(value, v.dtype)
+        for v, value in new_values.items():
+            place.store(v, value)
 
     def __repr__(self) -> str:
         built = f"{len(self._updated)} variables" if self._updated else "not built"
         return f"Optimizer({built})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k != "_update_now"}
+
+    def __setstate__(self, kept: dict[str, Any]) -> None:
+        self.__dict__.update(kept)
+        self._update_now = function(self._update)
+
+
+def _checked_variables(variables: Any, caller: str) -> tuple[Variable, ...]:
+    try:
+        variables = tuple(variables)
+    except TypeError:
+        raise ArgumentTypeError(f"{caller} takes a list of px.Variables, got {type(variables).__name__}.") from None
+    for v in variables:
+        if not isinstance(v, Variable):
+            raise ArgumentTypeError(f"{caller} takes px.Variables, got {type(v).__name__} {v!r:.60}.")
+        if v.per_replica:
+            raise ArgumentError(
+                f"{caller}: {v.label} has one component per replica; it cannot be updated by one optimizer step."
+            )
+        if not jnp.issubdtype(v.dtype, jnp.inexact):
+            raise ArgumentError(f"{caller}: {v.label} has dtype {v.dtype}, which has no gradient. Leave it out.")
+    if len(set(variables)) < len(variables):
+        twice = next(v for i, v in enumerate(variables) if v in set(variables[:i]))
+        raise ArgumentError(f"{caller}: {twice.label} was given twice; add up its gradients first.")
+    return variables
+
+
+def _checked_pairs(grads_and_vars: Any) -> list[tuple[Any, Variable]]:
+    try:
+        pairs = [(g, v) for g, v in grads_and_vars]
+    except (TypeError, ValueError) as error:
+        raise ArgumentTypeError(
+            f"apply_gradients takes pairs, zip(gradients, variables), got {type(grads_and_vars).__name__}."
+        ) from error
+    if not pairs:
+        raise ArgumentError("apply_gradients: there are no pairs. Was the zip used up already?")
+    variables = _checked_variables([v for _, v in pairs], "apply_gradients")
+    return [(None if g is None else _checked_gradient(g, v), v) for (g, _), v in zip(pairs, variables)]
+
+
+def _checked_gradient(gradient: Any, variable: Variable) -> Any:
+    if not is_per_replica(gradient):
+        gradient = to_array(variable.label, "the gradient", gradient)
+    elif state.context().in_replica:
+        raise ArgumentTypeError(
+            f"apply_gradients: the gradient of {variable.label} is a PerReplica, in a replica. Pass it to strategy.run as"
+            " an argument; each replica then gets its own part."
+        )
+    if tuple(gradient.shape) != variable.shape:
+        raise ArgumentError(
+            f"apply_gradients: the gradient of {variable.label} has shape {tuple(gradient.shape)}, the variable"
+            f" {variable.shape}."
+        )
+    check_kind(f"apply_gradients: {variable.label}", gradient.dtype, variable.dtype)
+    return gradient
+
+
+def _constrained(variable: Variable, value: Any) -> Any:
+    if variable.constraint is None:
+        return value
+    kept = to_array(variable.label, "the result of its constraint", variable.constraint(value))
+    if tuple(kept.shape) != variable.shape:
+        raise AssignmentError(
+            f"{variable.label} has shape {variable.shape}, and its constraint gave shape {tuple(kept.shape)}."
+        )
+    return jnp.asarray(kept, variable.dtype)
+
+
+def _owners(tx: Any, initial: Any, n: int) -> list[int | None]:
+    """For each leaf of the state: the position of the variable that it belongs to."""
+    try:
+        marked = optax.tree.map_params(tx, lambda _, i: i, initial, list(range(n)), transform_non_params=lambda _: None)
+    except Exception:  # some transformations cannot be asked: then all of their state is shared
+        return [None] * len(jax.tree.leaves(initial))
+    return jax.tree.leaves(marked, is_leaf=lambda x: x is None)

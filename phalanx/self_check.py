@@ -62,8 +62,7 @@ def self_check(
         raise StrategyError("self_check must be called outside traced functions and replicas.")
     strategy: Strategy = parts[0].strategy
     before = {v: v._stored for v in strategy.variables}
-    for v in before:
-        v._owned = False
+    state.Lending.lend(before)
     try:
         everywhere = _run(step, elements, strategy)
         _restore(before)

@@ -13,11 +13,12 @@ each read. A new kind of place is a new frame, nothing else.
 
 from __future__ import annotations
 
+import collections
 import itertools
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Hashable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
@@ -58,6 +59,8 @@ class Context(ABC):
 
     in_replica = False
     in_cross_replica = False
+    in_merge = False
+    """In cross-replica context within the program of one replica."""
 
     @property
     @abstractmethod
@@ -116,12 +119,14 @@ class CrossReplica(Context):
     def _assign_parts(self, variable: Variable, value: Any, op: Op, frame: Frame) -> None:
         if not variable.per_replica:
             raise diverging(variable, "a PerReplica with a part for each replica was assigned")
-        if value.strategy is not variable.strategy or (value.shape, value.dtype) != (variable.shape, variable.dtype):
+        value.strategy.adopt(variable)
+        variable.strategy.check_owner(value, f"{variable.label}, assigned at {_jax.user_line()}")
+        if (value.shape, value.dtype) != (variable.shape, variable.dtype):
             raise AssignmentError(
-                f"{variable.label} has components of shape {variable.shape} and dtype {variable.dtype} on"
-                f" {variable.strategy!r}, got {value!r:.100} of {value.strategy!r} at {_jax.user_line()}."
+                f"{variable.label} has components of shape {variable.shape} and dtype {variable.dtype}, got {value!r:.100}"
+                f" at {_jax.user_line()}."
             )
-        frame.store(variable, apply_op(op, frame.load(variable) if op != "assign" else None, value.stacked))
+        frame.store(variable, apply_op(op, frame.load(variable) if op != "assign" else None, value.here))
 
     def initial(self, variable: Variable, value: Any) -> Any:
         # Every component starts with the initial value, also under 'sum' (peer: var_on_read_sum_replica_updates).
@@ -169,12 +174,36 @@ def refuse_foreign(variable: Variable, strategy: Any, action: str) -> None:
 
 # ---- where values live ---------------------------------------------------------------------------
 
+lock = threading.RLock()
+"""Held in eager code while the arrays in variables are handed out, given away or replaced."""
+
+
+def set_all(objects: Iterable[Any], name: str, values: Iterable[Any]) -> None:
+    """Set an attribute of several objects in one call into C: an interrupt finds all of them set or none."""
+    collections.deque(map(setattr, objects, itertools.repeat(name), values), maxlen=0)
+
+
+class Lending:
+    """Whether the array in a variable may be in other hands too, so that its buffer must not be reused."""
+
+    times = 0
+    """How often something was lent; while it stays the same, what was owned is owned."""
+
+    @classmethod
+    def lend(cls, variables: Iterable[Variable]) -> None:
+        """From here on somebody may hold the arrays in these variables."""
+        set_all(variables, "_owned", itertools.repeat(False))
+        cls.times += 1
+
 
 class Frame(ABC):
     """One entry of the stack."""
 
     parent: Frame | None
     context: Context
+
+    lock: AbstractContextManager[Any] = nullcontext()
+    """Held while a variable is read or updated here."""
 
     is_eager = False
     inherits_tapes = False
@@ -200,6 +229,11 @@ class Frame(ABC):
     def store(self, variable: Variable, stored: Any) -> None:
         """Replace the stored array."""
 
+    def store_all(self, values: dict[Variable, Any]) -> None:
+        """Replace the stored arrays of several variables: all or, after an error or interrupt, none."""
+        for variable, stored in values.items():
+            self.store(variable, stored)
+
     def handed_out(self, variable: Variable) -> None:
         """User code got hold of the stored array itself."""
 
@@ -220,6 +254,7 @@ class EagerFrame(Frame):
 
     parent = None
     is_eager = True
+    lock = lock
 
     def __init__(self) -> None:
         self.context = CrossReplica()
@@ -242,11 +277,11 @@ class EagerFrame(Frame):
             if _jax.is_tracer(stored):
                 raise leaked(f"{variable.label}, assigned at {_jax.user_line()}")
         placed = [variable._placed(stored) for variable, stored in values.items()]
-        set_all(values, "_owned", itertools.repeat(False))
+        Lending.lend(values)
         set_all(values, "_stored", placed)
 
     def handed_out(self, variable: Variable) -> None:
-        variable._owned = False
+        Lending.lend((variable,))
 
     def created(self, variable: Variable, stored: Any) -> None:
         variable._replace(variable._placed(stored))
@@ -347,6 +382,7 @@ class ContextFrame(Frame):
         self.parent = parent
         self.context = context
         self.place = parent.base
+        self.lock = self.place.lock
 
     def load(self, variable: Variable) -> Any:
         return self.place.load(variable)
@@ -359,6 +395,9 @@ class ContextFrame(Frame):
 
     def store(self, variable: Variable, stored: Any) -> None:
         self.place.store(variable, stored)
+
+    def store_all(self, values: dict[Variable, Any]) -> None:
+        self.place.store_all(values)
 
     def handed_out(self, variable: Variable) -> None:
         self.place.handed_out(variable)
@@ -505,9 +544,10 @@ def read(variable: Variable) -> jax.Array:
     """The variable's value here and now; active tapes are told."""
     frame = _stack.top
     base = frame.base
-    value = base.context.read(variable, base)
-    if not variable.per_replica:
-        base.handed_out(variable)
+    with base.lock:
+        value = base.context.read(variable, base)
+        if not variable.per_replica:
+            base.handed_out(variable)
     return _tell_tapes(frame, variable, value)
 
 
@@ -540,7 +580,8 @@ def _tell_tapes(frame: Frame, variable: Variable, value: Any, lifting: bool = Tr
 def assign(variable: Variable, value: Any, op: Op) -> None:
     """Update the variable by the rules of the place we are in."""
     base = _stack.top.base
-    base.context.assign(variable, value, op, base)
+    with base.lock:
+        base.context.assign(variable, value, op, base)
 
 
 def create(variable: Variable, value: Any) -> None:

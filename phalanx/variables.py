@@ -258,9 +258,10 @@ class Variable:
         """`stored` on the devices of the variable's strategy."""
         return stored if self.strategy is None else self.strategy.place(stored, per_replica=self.per_replica)
 
-    def _replace(self, stored: Any, owned: bool = False) -> None:
+    def _replace(self, stored: Any) -> None:
+        """Take another array, which others may hold too."""
+        state.Lending.lend((self,))
         self._stored = stored
-        self._owned = owned
 
     # ---- as an array ----
 
@@ -382,7 +383,11 @@ class Component:
         stored = place.load(self.container)
         place.handed_out(self.container)
         if _jax.is_tracer(stored) or self.container.strategy is None:
-            return cast(jax.Array, stored[self.replica_id] if self.container.per_replica else stored)
+            if not self.container.per_replica:
+                return cast(jax.Array, stored)
+            if _jax.in_replica_trace():
+                stored = _jax.all_gather(stored[0], 0, stacked=True)
+            return cast(jax.Array, stored[self.replica_id])
         return cast(jax.Array, self.container.strategy.component(stored, self.replica_id, self.container.per_replica))
 
     @property
@@ -507,6 +512,8 @@ def to_array(label: str, argument: str, value: Any) -> Any:
         array = np.asarray(value)
     except Exception as error:
         raise ArgumentError(f"{label}: {argument} is not an array: {_reason(error)}") from error
+    if array.dtype.kind == "O" and isinstance(value, int):
+        raise ArgumentError(f"{label}: {argument} is an int of {value.bit_length()} bits, too large for any dtype.")
     if array.dtype.kind not in "biufcV" or array.dtype == np.dtype("V"):
         raise ArgumentTypeError(f"{label}: {argument} must be numeric, got {type(value).__name__} {value!r:.60}.")
     return array

@@ -101,7 +101,7 @@ class ReplicaContext:
         rules = MergeRules(self.strategy) if _jax.in_replica_trace() else state.CrossReplica(self.strategy)
         with state.pushed(state.ContextFrame(state.top(), rules)):
             result = fn(self.strategy, *args, **kwargs)
-        return jax.tree.map(lambda x: x.stacked[0] if is_per_replica(x) else x, result, is_leaf=is_per_replica)
+        return jax.tree.map(lambda x: x.here[0] if is_per_replica(x) else x, result, is_leaf=is_per_replica)
 
     def _to_merge(self, value: Any) -> Any:
         if isinstance(value, jax.Array) and _jax.varies(value):
@@ -218,6 +218,7 @@ class MergeRules(state.CrossReplica):
     """Inside merge_call: cross-replica rules, on values that are still those of one replica each."""
 
     in_cross_replica = True
+    in_merge = True
 
     @property
     def key(self) -> Hashable:

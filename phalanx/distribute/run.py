@@ -96,7 +96,7 @@ def run_in_trace(
     causes = hidden_variation(program)
     varying = [_jax.aval_varies(a) or c is not None for a, c in zip(program.out_avals, causes)]
     n_results = len(varying) - len(traced.written) - len(traced.initial)
-    _refuse_divergence(traced, causes[n_results:])
+    _refuse_divergence(traced, varying[n_results:], causes[n_results:])
 
     def one_replica(*blocks: Any) -> list[Any]:
         local = [b[0] if i < n_args and split[i] else b for i, b in enumerate(blocks[: len(inputs)])]
@@ -120,15 +120,18 @@ def run_in_trace(
     return result
 
 
-def _refuse_divergence(traced: Traced, causes: list[str | None]) -> None:
-    """Raise when a mirrored variable was assigned what JAX wrongly takes for the same on all replicas."""
-    for variable, cause in zip([*traced.written, *traced.initial], causes):
-        if cause and not variable.per_replica:
+def _refuse_divergence(traced: Traced, varying: list[bool], causes: list[str | None]) -> None:
+    """The last line of defence: raise when a mirrored variable would end with components that differ.
+
+    Updates check the types of what they assign. What gets here was typed as equal where it is not.
+    """
+    for variable, differs, cause in zip([*traced.written, *traced.initial], varying, causes):
+        if differs and not variable.per_replica:
             line = traced.written_at.get(variable, variable._created_at)
             raise ReplicaDivergenceError(
                 f"{variable.label} is mirrored: all replicas must hold the same value, but what is assigned at {line}"
-                f" comes from the {cause} between the replicas. Use px.cond, px.while_loop or jnp.where, whose"
-                " results count as different, and all_reduce them or give the variable an aggregation."
+                f" comes from the {cause or 'replicas and may differ'} between them. Use px.cond, px.while_loop or"
+                " jnp.where, whose results count as different, and all_reduce them or give the variable an aggregation."
             )
 
 

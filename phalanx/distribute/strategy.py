@@ -15,7 +15,7 @@ import numpy as np
 
 from phalanx import _jax, state
 from phalanx._eager_programs import EagerPrograms, as_function
-from phalanx._traced import in_order
+from phalanx._launch import in_order
 from phalanx.data.dataset import AutoShard, DistributedDataset, InputContext
 from phalanx.data.elements import Remainder
 from phalanx.distribute.collectives import all_reduce, check_op, countable
@@ -148,6 +148,12 @@ class Strategy:
         """Raise when a per-replica value was made by another strategy."""
         if value.strategy is not self:
             raise StrategyError(f"{caller}: a PerReplica of {value.strategy!r} was given to {self!r}.")
+        local = _jax.in_replica_trace() and np.shape(value.stacked)[:1] == (1,)
+        if not local and np.shape(value.stacked)[:1] != (self.num_replicas,):
+            raise ArgumentError(
+                f"{caller}: a PerReplica holds an array of shape {np.shape(value.stacked)} instead of one part for each of"
+                f" {self.num_replicas} replicas. jax.tree.map works on all parts at once, with the replica axis first."
+            )
 
     # ---- contexts ----
 
@@ -211,7 +217,7 @@ class Strategy:
         """
         check_function(fn, "strategy.run")
         self._require_cross_replica("run", "It is running already: call the function, or use the replica context to reduce.")
-        if isinstance(state.context(), state.CrossReplica) and state.context().key[0] == "merge":  # type: ignore[index]
+        if state.context().in_merge:
             raise StrategyError("strategy.run was called in a merge function, which is part of a run already.")
         name = getattr(fn, "__name__", type(fn).__name__)
         checked = check_arguments(args, kwargs, name)
@@ -250,7 +256,6 @@ class Strategy:
         return jax.tree.map(lambda leaf: self._reduce_leaf(op, leaf, axis), value, is_leaf=_is_distributed)
 
     def _reduce_leaf(self, op: Any, leaf: Any, axis: int | None) -> Any:
-        merging = state.context().key[0] == "merge"  # type: ignore[index]
         if isinstance(leaf, Variable) and leaf.per_replica:
             leaf = PerReplica(state.top().base.load(leaf), self)
         elif isinstance(leaf, (Variable, Component)):
@@ -264,8 +269,8 @@ class Strategy:
         if axis is not None:
             check_axis(stacked.ndim - 1, axis, "reduce")
         n = self.num_replicas
-        if parted and merging:
-            return _reduce_part(op, stacked[0], axis, n, self.platform)
+        if parted and state.context().in_merge:
+            return _reduce_part(op, leaf.here[0], axis, n, self.platform)
         return self._compute(_reduce_stacked, stacked, op, axis, 1 if parted else n)
 
     def gather(self, value: Any, axis: int = 0) -> Any:
@@ -286,8 +291,8 @@ class Strategy:
                 return x.value if isinstance(x, (Variable, Component)) else x
             self.check_owner(x, "gather")
             check_axis(x.stacked.ndim - 1, axis, "gather")
-            if state.context().key[0] == "merge":  # type: ignore[index]
-                return _jax.all_gather(x.stacked[0], axis % (x.stacked.ndim - 1), stacked=False)
+            if state.context().in_merge:
+                return _jax.all_gather(x.here[0], axis % (x.stacked.ndim - 1), stacked=False)
             return self._compute(_gather_stacked, x.stacked, axis)
 
         return jax.tree.map(leaf, value, is_leaf=_is_distributed)

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
-from phalanx import _jax
+from phalanx import _jax, state
 from phalanx.errors import ArgumentTypeError, StrategyError
 
 
@@ -43,17 +43,29 @@ class PerReplica:
         Raises:
             StrategyError: in a replica that was not given it as an argument.
         """
+        self.strategy.check_owner(self, "values")
         stacked = self.stacked
-        if _jax.is_tracer(stacked):
-            if _jax.varies(stacked):  # in a merge function, where each replica holds its own part
-                stacked = _jax.all_gather(stacked[0], 0, stacked=True)
-            return tuple(stacked[i] for i in range(len(self)))
         if _jax.in_replica_trace():
-            raise StrategyError(
-                f"{self!r:.120}: its parts lie on different devices and cannot be used in a replica. Pass it to"
-                " strategy.run as an argument; each replica then gets its own part."
-            )
+            if state.context().in_replica:
+                raise StrategyError(
+                    f"{self!r:.120}: its parts lie on different devices and cannot be used in a replica. Pass it to"
+                    " strategy.run as an argument; each replica then gets its own part."
+                )
+            stacked = _jax.all_gather(self.here[0], 0, stacked=True)
+        if _jax.is_tracer(stacked):
+            return tuple(stacked[i] for i in range(len(self)))
+        stacked = self.strategy.place(stacked, per_replica=True)
         return tuple(self.strategy.component(stacked, i, True) for i in range(len(self)))
+
+    @property
+    def here(self) -> Any:
+        """The parts as variables are stored in this place: all of them, or in a merge function this replica's own."""
+        stacked = self.stacked
+        if not _jax.in_replica_trace():
+            return stacked
+        if stacked.shape[0] > 1:  # made outside
+            stacked = jax.lax.dynamic_index_in_dim(stacked, jax.lax.axis_index(_jax.REPLICA_AXIS))
+        return _jax.lift(stacked)
 
     @property
     def shape(self) -> tuple[int, ...]:

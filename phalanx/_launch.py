@@ -1,0 +1,197 @@
+"""Compiled programs and their eager calls, which update variables all at once or not at all."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from phalanx import _jax, state
+from phalanx._explain import why_not_run
+from phalanx._interrupts import HeldBack
+from phalanx.variables import Variable
+
+if TYPE_CHECKING:
+    from phalanx._traced import Traced
+
+_stored = attrgetter("_stored")
+_owned = attrgetter("_owned")
+_AT_ONCE = nullcontext()
+_previous: list[Any] = []
+"""One result of the last step with collectives on a CPU."""
+
+
+class Compiled:
+    """A program compiled for eager calls; shared by traces whose programs are equal.
+
+    It takes three lists of arrays: the values of variables that it replaces (their buffers are reused), the
+    arguments and other variables that it uses, and the constants of the trace.
+    """
+
+    def __init__(self, traced: Traced, donate: bool) -> None:
+        self._program = program = traced.program.without_constants()
+        self.signature = _signature(traced, donate)
+        self.calls_back = _jax.has_callback(program.jaxpr)
+        """Whether it calls Python functions. They may raise, so nothing is given away and the end is waited for."""
+        given_away = set(traced.written) if donate and not self.calls_back else set()
+        captured = [i - traced.n_args for i in program.used if i >= traced.n_args]
+        self.args = [i for i in program.used if i < traced.n_args]
+        """Which arguments the program uses."""
+        self.donated = [i for i in captured if traced.captures[i][0] in given_away]
+        """Which captures of a trace come first, those whose buffers are reused."""
+        self.kept = [i for i in captured if traced.captures[i][0] not in given_away]
+        inputs = [*((traced.n_args + i) for i in self.donated), *self.args, *((traced.n_args + i) for i in self.kept)]
+        position = {i: n for n, i in enumerate(inputs)}
+        places = [position[i] for i in program.used]
+        sizes = [aval.size for aval in program.out_avals]
+        smallest = sizes.index(min(sizes)) if sizes else 0
+        self.smallest_out = slice(smallest, smallest + 1)
+
+        def flat(donated: list[Any], kept: list[Any], constants: list[Any]) -> list[Any]:
+            values = [*donated, *kept]
+            return program.bind(*[values[i] for i in places], *constants)
+
+        flat.__name__ = program.name
+        self.run = jax.jit(flat, donate_argnums=(0,), out_shardings=_out_shardings(traced))
+
+    def fits(self, other: Traced, donate: bool) -> bool:
+        """True when this program computes the same as another trace's."""
+        return _signature(other, donate) == self.signature and self._program.text == other.program.text
+
+
+class Launch:
+    """A compiled program on the variables of one of its traces."""
+
+    def __init__(self, compiled: Compiled, traced: Traced) -> None:
+        self._compiled = compiled
+        self._traced = traced
+        self._variables = None if traced.borrows else self._sorted()
+        self._owned_at = -1
+        """How much had been lent when all the variables that this replaces were owned."""
+        self._all_in_c = False
+        """Whether the last call went through none of JAX's Python code."""
+
+    def _sorted(self) -> tuple[list[Variable], list[Variable], list[Variable]]:
+        captures, compiled = self._traced.captures, self._compiled
+        donated = [captures[i][0] for i in compiled.donated]
+        kept = [captures[i][0] for i in compiled.kept]
+        return donated, kept, self._traced.written
+
+    def lower(self) -> Any:
+        """JAX's lowered program."""
+        donated, kept, _ = self._variables or self._sorted()
+        types = [self._traced.input_types[i] for i in self._compiled.args]
+        args = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in types]
+        constants = self._traced.program.constants
+        return self._compiled.run.lower(list(map(_stored, donated)), [*args, *map(_stored, kept)], constants)
+
+    def __call__(self, args: Sequence[Any]) -> Any:
+        """Run; the variables take their new values all at once or not at all."""
+        traced, compiled = self._traced, self._compiled
+        donated, kept, written = self._variables or self._sorted()
+        with state.lock:
+            owned = self._owned_at == state.Lending.times or all(map(_owned, written))
+            values = list(map(_stored, donated))
+            if not owned:
+                # Somebody may hold these very arrays: they must stay as they are, so copies are given away.
+                values = [x if v._owned else jnp.copy(x) for v, x in zip(donated, values)]
+            others = [*map(args.__getitem__, compiled.args), *map(_stored, kept)]
+            if traced.in_order:
+                _wait_for_previous()
+            outs: list[Any] = []
+            try:
+                self._run((values, others, traced.program.constants), outs, written, owned)
+            except (ValueError, jax.errors.UnexpectedTracerError) as error:
+                better = why_not_run(traced.program.name, traced, args, error)
+                if better is None:
+                    raise
+                raise better from error
+        return traced.results(outs[0])
+
+    def _run(self, inputs: tuple[Any, ...], outs: list[Any], written: list[Variable], owned: bool) -> None:
+        commit = functools.partial(self._commit, outs, written, owned)
+        if self._compiled.calls_back:
+            result = self._compiled.run(*inputs)
+            jax.block_until_ready(result)
+            outs.append(result)
+            commit()
+            return
+        # An exception from outside may fall between any two bytecodes. Running and keeping the outputs is one
+        # C call, and whatever happens after it, the variables get them before the exception leaves.
+        run = self._compiled.run
+        known = _jax.known_calls(run)
+        try:
+            with _AT_ONCE if self._all_in_c else HeldBack():
+                try:
+                    outs.extend(map(run, *([x] for x in inputs)))
+                finally:
+                    commit()
+        except BaseException:
+            commit()
+            raise
+        self._all_in_c = 0 < known == _jax.known_calls(run)
+
+    def _commit(self, outs: list[Any], written: list[Variable], owned: bool) -> None:
+        if not outs:
+            return
+        state.set_all(written, "_stored", outs[0][self._traced.n_results :])
+        if not owned:
+            state.set_all(written, "_owned", itertools.repeat(True))
+        self._owned_at = state.Lending.times
+        if self._traced.in_order:
+            _previous[:] = outs[0][self._compiled.smallest_out]
+
+
+def _signature(traced: Traced, donate: bool) -> Any:
+    """Equal for programs that may be equal."""
+    jaxpr = traced.program.jaxpr.jaxpr
+    avals = tuple(v.aval for v in jaxpr.invars), tuple(v.aval for v in jaxpr.outvars)
+    written = {v: i for i, v in enumerate(traced.written)}
+    roles = tuple(written.get(v) for v, _ in traced.captures)
+    shardings = tuple(map(_sharding, traced.written))
+    strategy = traced.strategy and traced.strategy.key
+    return avals, tuple(traced.program.used), traced.n_args, roles, shardings, strategy, len(jaxpr.eqns), donate
+
+
+def _sharding(variable: Variable) -> Any:
+    return None if variable.strategy is None else variable.strategy.sharding(per_replica=variable.per_replica)
+
+
+def _out_shardings(traced: Traced) -> list[Any]:
+    return [None] * traced.n_results + [_sharding(v) for v in traced.written] + [None] * len(traced.initial)
+
+
+# ---- steps in flight -----------------------------------------------------------------------------
+
+
+def in_order(ordered: bool, run: Callable[[], list[Any]]) -> list[Any]:
+    """Run now, or after the previous step where several in flight would block each other.
+
+    On a CPU the replicas of several steps share one pool of threads; with jax 0.10 their collectives
+    wait for each other for ever and the process is aborted.
+    """
+    with state.lock:
+        if ordered:
+            _wait_for_previous()
+        outs = run()
+        if ordered:
+            _previous[:] = _smallest(outs)
+        return outs
+
+
+def _wait_for_previous() -> None:
+    for x in _previous:
+        if not x.is_deleted():
+            x.block_until_ready()
+    _previous.clear()
+
+
+def _smallest(outs: list[Any]) -> list[Any]:
+    arrays = [x for x in outs if isinstance(x, jax.Array) and not _jax.is_tracer(x)]
+    return [min(arrays, key=lambda x: x.size)] if arrays else []
