@@ -12,7 +12,7 @@ import functools
 import inspect
 import types
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import jax
@@ -35,10 +35,12 @@ def is_input(leaf: Any) -> bool:
 class Identity:
     """A key that is equal for one object only, and does not keep it alive where that can be had."""
 
-    __slots__ = ("_id", "_ref")
+    __slots__ = ("_id", "_label", "_ref")
 
     def __init__(self, value: Any) -> None:
         self._id = id(value)
+        name = getattr(value, "__qualname__", None) or getattr(value, "name", None)
+        self._label = f"<{type(value).__name__}{f' {name}' if isinstance(name, str) else ''}>"
         try:
             self._ref: Callable[[], Any] = weakref.ref(value)
         except TypeError:
@@ -59,15 +61,15 @@ class Identity:
             weakref.finalize(value, callback).atexit = False
 
     def __repr__(self) -> str:
-        return f"<{type(self._ref()).__name__}>"
+        return self._label
 
 
 def static_key(value: Any, label: str) -> Hashable:
     """A key for a static value, or an error that names the argument."""
-    if isinstance(value, (Variable, Component)) or type(value).__hash__ is object.__hash__:
-        return Identity(value)
     if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
         return function_key(value)
+    if isinstance(value, (Variable, Component)) or type(value).__hash__ is object.__hash__:
+        return Identity(value)
     try:
         hash(value)
     except TypeError:
@@ -76,6 +78,15 @@ def static_key(value: Any, label: str) -> Hashable:
             " frozenset, an array, or an object that hashes."
         ) from None
     return (type(value), value)
+
+
+def identities(key: Any) -> Iterator[Identity]:
+    """The identities that a key is made of."""
+    if isinstance(key, Identity):
+        yield key
+    elif isinstance(key, tuple):
+        for part in key:
+            yield from identities(part)
 
 
 def function_key(fn: Any, seen: dict[Any, int] | None = None) -> Hashable:
@@ -152,9 +163,10 @@ class Signature:
         try:
             signature = inspect.signature(fn)
             parameters = list(signature.parameters.values())[skip:]
-            self._signature: inspect.Signature | None = signature.replace(parameters=parameters)
+            self.of_calls: inspect.Signature | None = signature.replace(parameters=parameters)
+            """The parameters that callers see."""
         except (TypeError, ValueError):
-            self._signature, parameters = None, []
+            self.of_calls, parameters = None, []
         unknown = set(static_argnames) - {p.name for p in parameters}
         if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters):
             raise ArgumentError(
@@ -169,21 +181,21 @@ class Signature:
         """The arguments in one canonical form, defaults filled in."""
         if self._input_signature is not None:
             args, kwargs = self._conform(args, kwargs)
-        if self._signature is None or (not kwargs and len(args) == self._plain_arity):
+        if self.of_calls is None or (not kwargs and len(args) == self._plain_arity):
             return args, kwargs
         try:
-            bound = self._signature.bind(*args, **kwargs)
+            bound = self.of_calls.bind(*args, **kwargs)
         except TypeError as error:
-            raise ArgumentTypeError(f"{self.name}{self._signature}: {error}.") from None
+            raise ArgumentTypeError(f"{self.name}{self.of_calls}: {error}.") from None
         bound.apply_defaults()
         return bound.args, bound.kwargs
 
     def _conform(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        assert self._signature is not None
+        assert self.of_calls is not None
         try:
-            args = self._signature.bind(*args, **kwargs).args
+            args = self.of_calls.bind(*args, **kwargs).args
         except TypeError as error:
-            raise ArgumentTypeError(f"{self.name}{self._signature}: {error}.") from None
+            raise ArgumentTypeError(f"{self.name}{self.of_calls}: {error}.") from None
         spec = tuple(self._input_signature)
         if len(args) != len(spec):
             raise ArgumentTypeError(f"{self.name}: input_signature has {len(spec)} arguments, got {len(args)}.")
@@ -230,11 +242,47 @@ class Signature:
         )
         path = next(path for path, leaf in paths if leaf == index)
         if path[0].idx == 0:
-            position = path[1].idx
-            name = self._names[position] if position < len(self._names) else f"#{position}"
+            name = self._positional(path[1].idx)
         else:
             name = path[1].key
         return f"argument {name!r}{jax.tree_util.keystr(path[2:])}"
+
+
+    def changes(self, old: Call, new: Call) -> list[str]:
+        """In words, which arguments make two calls need traces of their own."""
+        if old.structure == new.structure:
+            pairs = enumerate(zip(old.keys, new.keys))
+            return [f"{self.label(new.structure, i)}: {describe(a)} -> {describe(b)}" for i, (a, b) in pairs if a != b]
+        before, after = map(self._by_name, (old, new))
+        names = [n for n in dict.fromkeys([*before, *after]) if before.get(n) != after.get(n)]
+        return [f"argument {n!r}: {before.get(n, 'not given')} -> {after.get(n, 'not given')}" for n in names]
+
+    def _by_name(self, call: Call) -> dict[str, str]:
+        """Each argument in words."""
+        args, kwargs = jax.tree.unflatten(call.structure, [_Shown(describe(key)) for key in call.keys])
+        named = ((self._positional(i), value) for i, value in enumerate(args))
+        return {name: repr(value) for name, value in (*named, *kwargs.items())}
+
+    def _positional(self, index: int) -> str:
+        if self.of_calls is None:
+            return f"#{index}"
+        parameters = list(self.of_calls.parameters.values())
+        for i, p in enumerate(parameters):
+            if p.kind is p.VAR_POSITIONAL:
+                return f"{p.name}[{index - i}]"
+            if i == index:
+                break
+        return parameters[index].name
+
+
+class _Shown:
+    """Takes a leaf's place in the repr of an argument."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __repr__(self) -> str:
+        return self._text
 
 
 class Static:
@@ -288,18 +336,18 @@ def _conform_leaf(spec: Any, value: Any, label: str) -> Any:
     from phalanx.variables import check_kind, to_array
 
     array = to_array(label, "value", value)
-    shape = tuple(spec.shape)
+    shape, dtype = tuple(spec.shape), jax.numpy.dtype(spec.dtype)
     fits = len(shape) == array.ndim and all(s == d for s, d in zip(shape, array.shape) if isinstance(s, int))
     if not fits:
         raise ArgumentTypeError(f"{label}: input_signature asks for shape {shape}, got {tuple(array.shape)}.")
     strong = isinstance(array, jax.Array) and not array.weak_type
     try:
-        check_kind(label, array.dtype, spec.dtype, exact=strong)
+        check_kind(label, array.dtype, dtype, exact=strong)
     except AssignmentError as error:
         raise ArgumentTypeError(str(error)) from None
     if _jax.is_tracer(array) or isinstance(array, jax.Array):
-        return array.astype(spec.dtype)
-    return np.asarray(array, spec.dtype)
+        return array.astype(dtype)
+    return np.asarray(array, dtype)
 
 
 def describe(key: Any) -> str:
@@ -308,6 +356,8 @@ def describe(key: Any) -> str:
         return f"Python number ({key.str_short()})" if key.weak_type and not key.shape else str(key.str_short())
     if isinstance(key, tuple) and len(key) == 2 and isinstance(key[0], type):
         return repr(key[1])
+    if isinstance(key, tuple) and key and isinstance(key[0], types.CodeType):
+        return f"<function {getattr(key[0], 'co_qualname', key[0].co_name)}>"
     if isinstance(key, tuple) and key and isinstance(key[0], str):
-        return " of ".join(str(k) for k in key if k is not None)
+        return " of ".join(str(k[0] if isinstance(k, tuple) else k) for k in key if k is not None)
     return repr(key)

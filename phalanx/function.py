@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import logging
+import operator
+import sys
 import threading
 import warnings
 import weakref
@@ -177,6 +179,7 @@ class Function(Generic[P, R]):
         self._donate = donate
         self._instance = instance
         self._signature = Signature(fn, static_argnames, input_signature, reduce_retracing, 1 if instance else 0)
+        self.__signature__ = self._signature.of_calls
         self._traces: dict[Hashable, ConcreteFunction] = {}
         self._history: list[tuple[Call, tuple[Hashable, ...]]] = []
         self._shared: list[Compiled] = []
@@ -193,6 +196,17 @@ class Function(Generic[P, R]):
 
     def __repr__(self) -> str:
         return f"<px.function {self.name}, {self.trace_count} traces>"
+
+    def __reduce__(self) -> Any:
+        # Copies and pickles carry the function and no traces. One that a decorator put in its function's place
+        # is found there by name, as functions are.
+        module = sys.modules.get(getattr(self._fn, "__module__", ""))
+        name = getattr(self._fn, "__qualname__", "")
+        try:
+            in_place = operator.attrgetter(name)(module)
+        except AttributeError:
+            in_place = None
+        return name if in_place is self else (_remade, (self._fn, self._options))
 
     # ---- as a method ----
 
@@ -387,6 +401,10 @@ class Function(Generic[P, R]):
         if isinstance(analysis, (list, tuple)):
             analysis = analysis[0]
         return {k: float(v) for k, v in analysis.items() if k in ("flops", "bytes accessed")}
+
+
+def _remade(fn: Callable[..., Any], options: dict[str, Any]) -> Function[..., Any]:
+    return Function(fn, **options)
 
 
 def _drop(methods: dict[int, Any], key: int, _: weakref.ref[Any]) -> None:

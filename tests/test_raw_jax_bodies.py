@@ -169,6 +169,6 @@ def test_writing_in_a_body_that_jax_traces_is_refused_with_the_way_out():
     def step(xs):
         return jax.lax.scan(writing, 0.0, xs)[0]
 
-    with pytest.raises(VariableWriteError, match="'v' is assigned inside a JAX transformation .*px.scan"):
+    with pytest.raises(VariableWriteError, match=r"'v' is assigned inside a JAX transformation .*px\.scan"):
         step(jnp.ones(2))
     assert float(v) == 1.0
