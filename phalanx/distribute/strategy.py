@@ -113,7 +113,10 @@ class Strategy:
         for shard in stored.addressable_shards:
             if shard.device == self.devices[replica_id]:
                 return shard.data[0] if per_replica else shard.data
-        raise StrategyError(f"replica {replica_id} of {self!r} belongs to another process.")
+        raise StrategyError(
+            f"Replica {replica_id} of {self!r} belongs to another process. strategy.gather and strategy.reduce bring the"
+            " values of all replicas to every process; strategy.local_results gives those of this one."
+        )
 
     def register(self, variable: Variable) -> None:
         """Remember a variable of this strategy (for as long as it lives)."""
@@ -304,22 +307,29 @@ class Strategy:
         return in_order(self.in_order, lambda: [compiled(stacked)])[0]
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
-        """The parts of a value, in replica order.
+        """The parts of a value that belong to this process's replicas, in replica order.
 
         Args:
             value: `PerReplica` or variable: one part per replica; anything else is its own only part.
         """
         if isinstance(value, Variable):
-            return tuple(c.value for c in value.components)
+            return tuple(component.value for component in self._local(value.components))
         if is_per_replica(value):
             self.check_owner(value, "local_results")
-            return value.values
+            if _jax.is_tracer(value.stacked) or value.stacked.is_fully_addressable:
+                return value.values
+            return tuple(self.component(value.stacked, i, True) for i in self._local(range(self.num_replicas)))
         leaves = jax.tree.leaves(value, is_leaf=is_per_replica)
         if any(map(is_per_replica, leaves)):
-            parts = [self.local_results(leaf) if is_per_replica(leaf) else (leaf,) * self.num_replicas for leaf in leaves]
+            n = len(self.local_devices)
+            parts = [self.local_results(leaf) if is_per_replica(leaf) else (leaf,) * n for leaf in leaves]
             structure = jax.tree.structure(value, is_leaf=is_per_replica)
             return tuple(jax.tree.unflatten(structure, part) for part in zip(*parts))
         return (value,)
+
+    def _local(self, of_replicas: Sequence[Any]) -> list[Any]:
+        """Of one thing per replica, those of this process's replicas."""
+        return [part for part, d in zip(of_replicas, self.devices) if d.process_index == jax.process_index()]
 
     def container_of(self, component: Component | Variable) -> Variable:
         """The variable that a component belongs to.
