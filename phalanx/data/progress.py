@@ -4,17 +4,31 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import Any, Generic, TypeVar
+from contextlib import ExitStack
+from datetime import timedelta
+from typing import Any, Generic, Protocol, TypeVar
 
 import jax
 
 from phalanx.errors import ArgumentTypeError
+from phalanx.variables import Variable
 
 T = TypeVar("T")
 
-_LINE_SECONDS = 5.0
-"""Seconds between two lines where the output is no terminal."""
+_UNSHOWN = 64
+"""Metrics kept until a device has computed them; no device is further behind than that."""
+
+
+class _Display(Protocol):
+    """Shows one status after the other."""
+
+    seconds: float
+    """Between two of them."""
+
+    def show(self, done: int, total: int | None, speed: float, metrics: str) -> None:
+        """Show where the loop is."""
 
 
 class Progress(Generic[T]):
@@ -25,12 +39,12 @@ class Progress(Generic[T]):
             raise ArgumentTypeError(f"progress takes an iterable, got {type(iterable).__name__}.")
         self._iterable = iterable
         self._description = description
+        self._unshown: deque[dict[str, Any]] = deque(maxlen=_UNSHOWN)
         self._shown: dict[str, str] = {}
-        self._pending: list[dict[str, Any]] = []
 
     def update(self, **metrics: Any) -> None:
         """Show these numbers next to the bar as soon as the devices have them; the loop does not wait."""
-        self._pending.append(metrics)
+        self._unshown.append({name: v.value if isinstance(v, Variable) else v for name, v in metrics.items()})
 
     def __len__(self) -> int:
         return len(self._iterable)  # type: ignore[arg-type]
@@ -38,10 +52,27 @@ class Progress(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         if jax.process_index() != 0:
             yield from self._iterable
-        elif sys.stdout.isatty():
-            yield from self._with_bar()
-        else:
-            yield from self._with_lines()
+            return
+        with ExitStack() as stack:
+            yield from self._shown_on(_display(self._description, stack))
+
+    def _shown_on(self, display: _Display) -> Iterator[T]:
+        total, done, finished = self._total(), 0, False
+        start = last = time.perf_counter()
+        try:
+            for item in self._iterable:
+                yield item
+                done += 1
+                now = time.perf_counter()
+                if done == 1:
+                    start = now  # the first step compiles
+                if now - last >= display.seconds:
+                    last = now
+                    display.show(done, total, _per_second(done, now - start), self._metrics(wait=False))
+            finished = True
+        finally:
+            speed = _per_second(done, time.perf_counter() - start)
+            display.show(done, total, speed, self._metrics(wait=finished))
 
     def _total(self) -> int | None:
         try:
@@ -49,59 +80,24 @@ class Progress(Generic[T]):
         except TypeError:
             return None
 
-    def _with_bar(self) -> Iterator[T]:
-        try:
-            from rich import progress as bars
-        except ImportError:  # rich is an extra; lines do without it
-            yield from self._with_lines()
-            return
-        columns = (
-            bars.TextColumn("{task.description}"),
-            bars.BarColumn(),
-            bars.MofNCompleteColumn(),
-            bars.TextColumn("{task.fields[speed]}"),
-            bars.TimeRemainingColumn(),
-            bars.TextColumn("{task.fields[metrics]}"),
-        )
-        start = time.perf_counter()
-        with bars.Progress(*columns) as bar:
-            task = bar.add_task(self._description, total=self._total(), speed="", metrics="")
-            for done, item in enumerate(self._iterable, 1):
-                yield item
-                speed = f"{done / (time.perf_counter() - start):.1f} steps/s"
-                bar.update(task, advance=1, speed=speed, metrics=self._metrics(wait=False))
-            bar.update(task, metrics=self._metrics(wait=True))
-
-    def _with_lines(self) -> Iterator[T]:
-        start = last = time.perf_counter()
-        total = self._total()
-        done = 0
-        for item in self._iterable:
-            yield item
-            done += 1
-            now = time.perf_counter()
-            if now - last >= _LINE_SECONDS:
-                last = now
-                self._line(done, total, now - start, wait=False)
-        self._line(done, total, time.perf_counter() - start, wait=True)
-
-    def _line(self, done: int, total: int | None, seconds: float, wait: bool) -> None:
-        of = "" if total is None else f"/{total}"
-        speed = done / seconds if seconds else 0.0
-        left = "" if total is None or not speed or done == total else f", {(total - done) / speed:.0f} s left"
-        print(f"{self._description}: {done}{of}, {speed:.1f} steps/s{left} {self._metrics(wait)}".rstrip(), flush=True)
-
     def _metrics(self, wait: bool) -> str:
-        """The newest numbers that are there already (or, at the end, the last ones)."""
-        ready = next((i for i in reversed(range(len(self._pending))) if wait or _is_ready(self._pending[i])), None)
-        if ready is not None:
-            self._shown.update({name: _text(value) for name, value in self._pending[ready].items()})
-            del self._pending[: ready + 1]
-        return " ".join(f"{name} {value}" for name, value in self._shown.items())
+        """The newest numbers that the devices have computed; the last ones if it may wait for them."""
+        for i in reversed(range(len(self._unshown))):
+            if wait or all(map(_is_ready, self._unshown[i].values())):
+                self._shown |= {name: _text(value) for name, value in self._unshown[i].items()}
+                for _ in range(i + 1):
+                    self._unshown.popleft()
+                break
+        return "  ".join(f"{name} {value}" for name, value in self._shown.items())
 
 
-def _is_ready(metrics: dict[str, Any]) -> bool:
-    return all(value.is_ready() for value in metrics.values() if isinstance(value, jax.Array))
+def _per_second(done: int, seconds_since_first: float) -> float:
+    return (done - 1) / seconds_since_first if done > 1 and seconds_since_first else 0.0
+
+
+def _is_ready(value: Any) -> bool:
+    arrays: list[Any] = [leaf for leaf in jax.tree.leaves(value) if isinstance(leaf, jax.Array)]
+    return all(array.is_ready() for array in arrays)
 
 
 def _text(value: Any) -> str:
@@ -109,6 +105,59 @@ def _text(value: Any) -> str:
         return f"{float(value):.4g}"
     except (TypeError, ValueError):
         return str(value)
+
+
+# ---- displays ------------------------------------------------------------------------------------
+
+
+def _display(description: str, stack: ExitStack) -> _Display:
+    if getattr(sys.stdout, "isatty", lambda: False)():
+        try:
+            return _Bar(description, stack)
+        except ImportError:  # rich is an extra; lines do without it
+            pass
+    return _Lines(description)
+
+
+class _Bar:
+    """A bar of rich's."""
+
+    seconds = 0.1
+
+    def __init__(self, description: str, stack: ExitStack) -> None:
+        from rich import progress as bars
+        from rich.console import Console
+
+        columns = (
+            bars.TextColumn("{task.description}"),
+            bars.BarColumn(),
+            bars.MofNCompleteColumn(),
+            bars.TextColumn("{task.fields[status]}"),
+        )
+        self._bar = stack.enter_context(bars.Progress(*columns, console=Console()))
+        self._task = self._bar.add_task(description, total=None, status="")
+
+    def show(self, done: int, total: int | None, speed: float, metrics: str) -> None:
+        self._bar.update(self._task, completed=done, total=total, status=_status(done, total, speed, metrics))
+
+
+class _Lines:
+    """A line now and then, for output that goes to a file."""
+
+    seconds = 5.0
+
+    def __init__(self, description: str) -> None:
+        self._description = description
+
+    def show(self, done: int, total: int | None, speed: float, metrics: str) -> None:
+        of = "" if total is None else f"/{total}"
+        print(f"{self._description}: {done}{of}  {_status(done, total, speed, metrics)}".rstrip(), flush=True)
+
+
+def _status(done: int, total: int | None, speed: float, metrics: str) -> str:
+    rate = f"{speed:.1f} steps/s" if speed else ""
+    left = f"{timedelta(seconds=round((total - done) / speed))} left" if speed and total and done < total else ""
+    return "  ".join(filter(None, (rate, left, metrics)))
 
 
 def progress(iterable: Iterable[T], description: str = "") -> Progress[T]:
@@ -128,6 +177,6 @@ def progress(iterable: Iterable[T], description: str = "") -> Progress[T]:
         >>> bar = px.progress([1, 2, 3], "count")
         >>> for i in bar:
         ...     bar.update(value=i)  # doctest: +ELLIPSIS
-        count: 3/3, ... steps/s value 3
+        count: 3/3  ... steps/s  value 3
     """
     return Progress(iterable, description)

@@ -440,6 +440,7 @@ class Strategy:
             >>> len(dataset), [x.shape for x in next(iter(dataset))]
             (2, [(3,), (3, 2)])
         """
+        self._require_cross_replica("distribute_dataset", "Make the dataset outside, and pass its elements to strategy.run.")
         return DistributedDataset(
             self,
             source,
@@ -478,6 +479,9 @@ class Strategy:
         """
         if not callable(fn):
             raise ArgumentTypeError(f"distribute_datasets_from_function takes a function, got {type(fn).__name__}.")
+        self._require_cross_replica(
+            "distribute_datasets_from_function", "Make the dataset outside, and pass its elements to strategy.run."
+        )
         context = InputContext(jax.process_count(), jax.process_index(), self.num_replicas)
         return DistributedDataset(
             self,
@@ -498,12 +502,12 @@ class Strategy:
         `rows` are those of all replicas, or with `local` those of this process's replicas. The array may be
         changed as soon as this returns.
         """
-        n = len(self.local_devices) if local else self.num_replicas
-        stacked = rows.reshape(n, rows.shape[0] // n, *rows.shape[1:])
-        first = self.devices.index(self.local_devices[0]) if local else 0
+        replicas = self._local(range(self.num_replicas)) if local else list(range(self.num_replicas))
+        stacked = rows.reshape(len(replicas), rows.shape[0] // len(replicas), *rows.shape[1:])
 
         def part(index: Any) -> np.ndarray[Any, Any]:
-            mine = stacked[index[0].start - first : index[0].stop - first]
+            i = replicas.index(index[0].start or 0)
+            mine = stacked[i : i + 1]
             return mine.copy() if self.platform == "cpu" else mine  # a CPU device would go on using this memory
 
         with state.lifted_out():

@@ -1,0 +1,47 @@
+"""What the tests of feeding share: looking at elements, and sources that tell what happens to them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+import phalanx as px
+
+WAIT = 20.0
+"""Seconds after which a test that waits for another thread gives up."""
+
+
+def one_replica() -> px.Mirrored:
+    return px.Mirrored(jax.devices()[:1])
+
+
+def replicas(n: int) -> px.Mirrored:
+    return px.Mirrored(jax.devices()[:n])
+
+
+def whole(strategy: px.Strategy, element: Any) -> Any:
+    """The element's rows in order, as NumPy arrays."""
+    return jax.tree.map(np.asarray, strategy.gather(element))
+
+
+def rows_of(dataset: Any) -> list[list[float]]:
+    """The rows of each element of a dataset of single arrays."""
+    return [np.concatenate([np.asarray(part) for part in element.values]).tolist() for element in dataset]
+
+
+def parts_of(dataset: Any) -> list[list[list[float]]]:
+    """The rows of each element, replica by replica."""
+    return [[np.asarray(part).tolist() for part in element.values] for element in dataset]
+
+
+def numbers(count: int, rows: int = 4) -> Callable[[], Iterator[np.ndarray]]:
+    """A function that gives `count` batches, the i-th full of i."""
+    return lambda: (np.full(rows, i, np.float32) for i in range(count))
+
+
+def feeding_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "phalanx-feed"]
