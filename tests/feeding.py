@@ -15,22 +15,22 @@ WAIT = 20.0
 """Seconds after which a test that waits for another thread gives up."""
 
 
-def one_replica() -> px.Mirrored:
-    return px.Mirrored(jax.devices()[:1])
-
-
 def replicas(n: int) -> px.Mirrored:
     return px.Mirrored(jax.devices()[:n])
 
 
-def whole(strategy: px.Strategy, element: Any) -> Any:
-    """The element's rows in order, as NumPy arrays."""
-    return jax.tree.map(np.asarray, strategy.gather(element))
+def whole(element: Any) -> Any:
+    """The element with the rows of all replicas in order, as NumPy arrays."""
+
+    def joined(part: px.PerReplica) -> np.ndarray:
+        return np.concatenate([np.asarray(value) for value in part.values])
+
+    return jax.tree.map(joined, element, is_leaf=lambda x: isinstance(x, px.PerReplica))
 
 
 def rows_of(dataset: Any) -> list[list[float]]:
     """The rows of each element of a dataset of single arrays."""
-    return [np.concatenate([np.asarray(part) for part in element.values]).tolist() for element in dataset]
+    return [whole(element).tolist() for element in dataset]
 
 
 def parts_of(dataset: Any) -> list[list[list[float]]]:

@@ -33,7 +33,7 @@ def test_arrays_keep_their_dtype(convert, dtype):
     x = convert(np.arange(4).astype(jnp.dtype(dtype)))
     (element,) = replicas(2).distribute_dataset(x, 4)
     assert element.dtype == jnp.dtype(dtype)
-    assert whole(element.strategy, element).tolist() == np.asarray(x).tolist()
+    assert whole(element).tolist() == np.asarray(x).tolist()
 
 
 def test_64_bit_arrays_become_32_bit_unless_x64_is_on():
@@ -58,8 +58,8 @@ def test_64_bit_arrays_become_32_bit_unless_x64_is_on():
 def test_elements_have_the_structure_of_the_arrays(source):
     strategy = replicas(2)
     (element,) = strategy.distribute_dataset(source, 4)
-    assert jax.tree.structure(whole(strategy, element)) == jax.tree.structure(source)
-    for found, given in zip(jax.tree.leaves(whole(strategy, element)), jax.tree.leaves(source)):
+    assert jax.tree.structure(whole(element)) == jax.tree.structure(source)
+    for found, given in zip(jax.tree.leaves(whole(element)), jax.tree.leaves(source)):
         assert found.tolist() == np.asarray(given).tolist()
 
 
@@ -101,7 +101,7 @@ def test_each_item_of_an_iterable_is_a_batch(strategy):
 def test_batch_size_stacks_the_items_of_an_iterable(strategy):
     rows = [(float(i), np.full(2, i)) for i in range(8)]
     for source in (iter(rows), lambda: rows, (row for row in rows)):
-        elements = [whole(strategy, element) for element in strategy.distribute_dataset(source, 4)]
+        elements = [whole(element) for element in strategy.distribute_dataset(source, 4)]
         assert [x.tolist() for x, _ in elements] == [[0, 1, 2, 3], [4, 5, 6, 7]]
         assert elements[1][1].tolist() == [[4, 4], [5, 5], [6, 6], [7, 7]]
 
@@ -111,7 +111,7 @@ def test_a_list_of_batches_is_an_iterable_and_with_batch_size_a_pytree():
     strategy = replicas(2)
     assert rows_of(strategy.distribute_dataset(batches)) == [[0, 1, 2, 3], [10, 11, 12, 13]]
     (element,) = strategy.distribute_dataset(batches, 4)
-    assert [part.tolist() for part in whole(strategy, element)] == [[0, 1, 2, 3], [10, 11, 12, 13]]
+    assert [part.tolist() for part in whole(element)] == [[0, 1, 2, 3], [10, 11, 12, 13]]
 
 
 def test_a_list_of_numbers_is_an_iterable_of_rows():

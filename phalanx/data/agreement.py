@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import jax
 
 from phalanx import _jax
-from phalanx.data.elements import Batcher, Rows
+from phalanx.data.elements import Arrays, Batcher, Rows
 from phalanx.errors import ArgumentError, StrategyError, UnevenBatchError
 
 Feed = Iterator[tuple[Any, Any]]
@@ -93,12 +93,14 @@ class Group:
     def _batches(
         self, table: _jax.Roundtable, elements: Feed, batcher: Batcher, start: int, stopped: Callable[[], bool]
     ) -> Feed:
+        padding: Any = None
         for number in itertools.count(start):
             element, after = next(elements, (None, None))
             rows = None if element is None else batcher.rows_of(element, number)
-            said = self._hear(table, _word(rows, batcher, number == start), number, stopped)
+            word = _introduction(rows, batcher) if number == start else {"rows": 0 if rows is None else rows.count}
+            said = self._hear(table, word, number, stopped)
             if number == start:
-                _settle_layout(batcher, said)
+                padding = _settle(said)
             counts = [theirs["rows"] for theirs in said]
             if not any(counts):
                 return
@@ -111,7 +113,9 @@ class Group:
                 return
             if short and not batcher.pads:
                 self._refuse(counts, number)
-            yield batcher.filled(rows or batcher.no_rows(), batcher.size), after
+            if rows is None:
+                rows = Rows(Arrays.of(padding, "padding"), 0)
+            yield batcher.filled(rows, batcher.size), after
 
     def _hear(
         self, table: _jax.Roundtable, word: dict[str, Any], number: int, stopped: Callable[[], bool]
@@ -142,19 +146,17 @@ class Group:
             ) from error
 
 
-def _word(rows: Rows | None, batcher: Batcher, first: bool) -> dict[str, Any]:
-    """What a process says of its element: how many rows, and once of what kind."""
-    count = 0 if rows is None else rows.count
-    if not first or rows is None:
-        return {"rows": count}
-    example = base64.b64encode(pickle.dumps(batcher.no_rows().arrays.tree())).decode()
-    return {"rows": count, "layout": repr(batcher.layout.types), "example": example}
+def _introduction(rows: Rows | None, batcher: Batcher) -> dict[str, Any]:
+    """What a process says of its first element: how many rows, of what kind, and one of them."""
+    if rows is None:
+        return {"rows": 0}
+    row = pickle.dumps(rows.arrays.tree(lambda leaf: leaf[:1]))
+    return {"rows": rows.count, "kind": repr(batcher.layout.types), "row": base64.b64encode(row).decode()}
 
 
-def _settle_layout(batcher: Batcher, said: list[dict[str, Any]]) -> None:
-    """All processes have the same kind of rows; one that has none learns of it here."""
-    layouts = {theirs["layout"]: theirs["example"] for theirs in said if "layout" in theirs}
-    if len(layouts) > 1:
-        raise ArgumentError(f"distribute_dataset: the processes have different kinds of rows: {sorted(layouts)}.")
-    for example in layouts.values():
-        batcher.rows_of(pickle.loads(base64.b64decode(example)), 0)
+def _settle(said: list[dict[str, Any]]) -> Any:
+    """A row to fill up with, for a process that has none; all have rows of the same kind."""
+    rows = {theirs["kind"]: theirs["row"] for theirs in said if theirs["rows"]}
+    if len(rows) > 1:
+        raise ArgumentError(f"distribute_dataset: the processes have different kinds of rows: {', or '.join(rows)}.")
+    return next((pickle.loads(base64.b64decode(row)) for row in rows.values()), None)

@@ -109,10 +109,6 @@ class Layout:
             f" ({self._of_what})."
         )
 
-    def empty(self) -> Arrays:
-        """A tree of this layout with no rows."""
-        leaves = [np.zeros((0, *shape), dtype) for shape, dtype in self.types.values()]
-        return Arrays(list(self.types), leaves, self._structure)
 
 
 def _shown(type_: tuple[tuple[int, ...], np.dtype[Any]]) -> str:
@@ -128,6 +124,7 @@ class Rows:
 
     arrays: Arrays
     count: int
+    """Of rows that are no padding."""
 
 
 class Batcher:
@@ -156,7 +153,10 @@ class Batcher:
                 )
         check_same_rows(arrays, what)
         self.layout.check(arrays, what)
-        return Rows(arrays, arrays.leaves[0].shape[0])
+        rows = Rows(arrays, arrays.leaves[0].shape[0])
+        if rows.count == 0:
+            raise ArgumentError(f"distribute_dataset: {what} has no rows.")
+        return rows
 
     @property
     def pads(self) -> bool:
@@ -184,13 +184,12 @@ class Batcher:
         return self.filled(rows, rows.count)
 
     def filled(self, rows: Rows, target: int) -> Any:
-        """The element with rows of zeros up to `target`, and with the weights if they are wanted."""
+        """The element with its last row repeated up to `target`, and with the weights if they are wanted.
+
+        A real row is as harmless as the others; a row of zeros may be NaN to a model, and NaN times 0 is NaN.
+        """
         element = rows.arrays.tree(lambda leaf: _filled(leaf, target))
         return with_mask(element, (np.arange(target) < rows.count).astype(np.float32)) if self._mask else element
-
-    def no_rows(self) -> Rows:
-        """An element like the others, with no rows."""
-        return Rows(self.layout.empty(), 0)
 
     def dropped(self, count: int, number: int) -> None:
         """Say that rows are left out."""
@@ -209,7 +208,7 @@ def check_same_rows(arrays: Arrays, what: str) -> None:
 
 def _filled(rows: Array, size: int) -> Array:
     missing = size - rows.shape[0]
-    return np.concatenate([rows, np.zeros((missing, *rows.shape[1:]), rows.dtype)]) if missing else rows
+    return np.concatenate([rows, np.repeat(rows[-1:], missing, axis=0)]) if missing else rows
 
 
 def with_mask(element: Any, weights: Any) -> Any:

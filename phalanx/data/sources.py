@@ -175,8 +175,9 @@ def as_source(given: Any, batch_size: int | None, seed: int | None) -> Source:
 
     `seed` is None without shuffling, which needs rows that can be read by index.
     """
-    table = libraries.table(given) or _arrays(given)
-    if table is not None and (batch_size is not None or not isinstance(given, list)):
+    batches = isinstance(given, list) and batch_size is None
+    table = None if batches else libraries.table(given) or _arrays(given)
+    if table is not None:
         if batch_size is None:
             raise ArgumentError("distribute_dataset: arrays need batch_size, the rows per batch over all replicas.")
         return RowSource(*table, batch_size, seed)

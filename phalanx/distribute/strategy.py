@@ -417,7 +417,8 @@ class Strategy:
             batch_size: rows per batch, over all replicas. Needed for arrays. For iterables: stack this many
                 items; without it each item is a batch, whose arrays are split along axis 0.
             remainder: what to do with a batch that is smaller than the others: ``"auto"`` (keep it if it
-                divides by the replicas, else an error), ``"pad"`` (with zero rows), ``"drop"`` or ``"error"``.
+                divides by the replicas, else an error), ``"pad"`` (by repeating its last row), ``"drop"`` or
+                ``"error"``.
             mask: append a float32 0/1 weight for each row to the element (with ``"pad"``: 0 for padding).
             prefetch: elements made ahead in a background thread; 0 for none.
             shuffle: draw a new order in each pass, which depends on (seed, pass) alone. For rows that can be

@@ -1,0 +1,334 @@
+"""The background pipeline: work ahead of the step, bounded in memory, and gone when the loop is left."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import traceback
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import phalanx as px
+from feeding import WAIT, feeding_threads, numbers, replicas, rows_of
+
+MARK = (4, 24593)
+"""A shape that no other array has: what has it is an element of the test."""
+
+
+def on_devices() -> int:
+    """How many elements of the test are alive."""
+    gc.collect(0)
+    return sum(array.shape == (2, 2, MARK[1]) for array in jax.live_arrays())
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_left_behind():
+    yield
+    assert feeding_threads() == []
+
+
+# ---- overlap -------------------------------------------------------------------------------------
+
+
+def test_the_next_element_is_made_while_the_step_runs():
+    asked = [threading.Event() for _ in range(4)]
+
+    def source():
+        for event in asked:
+            event.set()
+            yield np.ones(4)
+
+    for i, _ in enumerate(replicas(2).distribute_dataset(source, prefetch=1)):
+        assert i + 1 == len(asked) or asked[i + 1].wait(WAIT)
+
+
+@pytest.mark.parametrize("prefetch", [1, 2, 5])
+def test_the_source_is_not_asked_further_ahead_than_prefetch(prefetch):
+    asked, used = [], []
+    ahead = threading.Semaphore(0)
+
+    def source():
+        for i in range(12):
+            asked.append(i - len(used))
+            ahead.release()
+            yield np.ones(4)
+
+    for _ in replicas(2).distribute_dataset(source, prefetch=prefetch):
+        for _ in range(1 if used else 1 + prefetch):  # until it is as far ahead as it may be
+            if len(asked) < 12:
+                assert ahead.acquire(timeout=WAIT)
+        used.append(1)
+    assert max(asked) == prefetch
+
+
+def test_without_prefetch_the_source_is_read_by_the_thread_that_iterates():
+    threads = []
+
+    def source():
+        for _ in range(3):
+            threads.append(threading.current_thread())
+            yield np.ones(4)
+
+    iterator = iter(replicas(2).distribute_dataset(source, prefetch=0))
+    next(iterator)
+    assert len(threads) == 1
+    assert len(list(iterator)) == 2
+    assert set(threads) == {threading.current_thread()}
+
+
+def test_several_passes_at_once_do_not_disturb_each_other():
+    dataset = replicas(2).distribute_dataset(numbers(4))
+    pairs = [(float(a.values[0][0]), float(b.values[1][0])) for a, b in zip(dataset, dataset)]
+    assert pairs == [(i, i) for i in range(4)]
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_elements_can_be_made_in_a_traced_function(prefetch):
+    """A loop in a traced function is unrolled; its elements are constants of the program."""
+    strategy = replicas(2)
+    dataset = strategy.distribute_dataset(np.arange(8.0), 4, prefetch=prefetch)
+
+    @px.function
+    def total():
+        return sum(strategy.reduce("sum", strategy.run(lambda x: x.sum(), (x,))) for x in dataset)
+
+    assert [float(total()), float(total())] == [28, 28]
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2, 4])
+def test_at_most_prefetch_and_one_elements_are_on_the_devices(prefetch, monkeypatch):
+    strategy, most = replicas(2), 0
+    split, made = strategy.split_rows, threading.Semaphore(0)
+
+    def counting(rows, **options):
+        nonlocal most
+        element = split(rows, **options)
+        most = max(most, on_devices())
+        made.release()
+        return element
+
+    monkeypatch.setattr(strategy, "split_rows", counting)
+    step = px.function(lambda x: strategy.reduce("sum", strategy.run(jnp.sum, (x,))))
+    count = 0
+    for x in strategy.distribute_dataset(lambda: (np.ones(MARK) for _ in range(12)), prefetch=prefetch):
+        count += 1
+        step(x)
+        for _ in range(1 if count > 1 else 1 + prefetch):  # until all that may be made is made
+            if count + prefetch <= 12:
+                assert made.acquire(timeout=WAIT)
+    del x
+    assert (count, most) == (12, max(2, prefetch + 1))  # without prefetch: the one in use and the one being made
+    assert on_devices() == 0
+
+
+def test_an_element_that_was_kept_does_not_stop_the_pipeline():
+    elements = list(replicas(2).distribute_dataset(numbers(20), prefetch=2))
+    assert [float(x.values[0][0]) for x in elements] == list(range(20))
+
+
+def test_what_is_ahead_is_let_go_when_the_loop_is_left():
+    for _ in replicas(2).distribute_dataset(lambda: (np.ones(MARK) for _ in range(12)), prefetch=4):
+        break
+    del _
+    assert on_devices() == 0
+
+
+# ---- errors in the source ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_an_error_comes_where_its_element_would_have_with_the_sources_traceback(prefetch):
+    def broken_reader(i):
+        if i == 3:
+            raise OSError("disk on fire")
+        return np.full(4, i)
+
+    seen = []
+    with pytest.raises(OSError, match="disk on fire") as caught:
+        for x in replicas(2).distribute_dataset(lambda: map(broken_reader, range(6)), prefetch=prefetch):
+            seen.append(int(x.values[0][0]))
+    assert seen == [0, 1, 2]
+    assert "broken_reader" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+
+
+def test_after_an_error_the_dataset_can_be_iterated_again():
+    calls = []
+
+    def source():
+        calls.append(1)
+        yield np.ones(4)
+        if len(calls) == 1:
+            raise OSError
+        yield np.ones(4)
+
+    dataset = replicas(2).distribute_dataset(source)
+    with pytest.raises(OSError):
+        list(dataset)
+    assert len(list(dataset)) == 2
+
+
+# ---- leaving -------------------------------------------------------------------------------------
+
+
+def closing(closed: list[str]):
+    """An endless source that notes when it is closed."""
+    try:
+        while True:
+            yield np.ones(4)
+    finally:
+        closed.append(threading.current_thread().name)
+
+
+def leave_by_break(dataset):
+    for _ in dataset:
+        break
+
+
+def leave_by_exception(dataset):
+    with pytest.raises(ZeroDivisionError):
+        for _ in dataset:
+            raise ZeroDivisionError
+
+
+def leave_by_dropping_the_iterator(dataset):
+    iterator = iter(dataset)
+    next(iterator)
+    del iterator
+
+
+def leave_by_garbage_collection(dataset):
+    cycle = [iter(dataset)]
+    next(cycle[0])
+    cycle.append(cycle)
+    del cycle
+    gc.collect()
+
+
+@pytest.mark.parametrize(
+    "leave",
+    [leave_by_break, leave_by_exception, leave_by_dropping_the_iterator, leave_by_garbage_collection],
+    ids=lambda leave: leave.__name__,
+)
+def test_leaving_ends_the_thread_and_closes_the_source(leave):
+    closed = []
+    leave(replicas(2).distribute_dataset(lambda: closing(closed)))
+    assert closed == ["phalanx-feed"]
+    assert feeding_threads() == []
+
+
+def test_an_iterator_that_was_never_asked_starts_nothing():
+    iterator = iter(replicas(2).distribute_dataset(numbers(3)))
+    assert feeding_threads() == []
+    del iterator
+
+
+@pytest.fixture
+def blocking():
+    """A source whose second element never comes, until the test is over."""
+    released, reached = threading.Event(), threading.Event()
+
+    def source():
+        yield np.ones(4)
+        reached.set()
+        assert released.wait(WAIT)
+
+    source.reached = reached
+    yield source
+    released.set()
+    for thread in feeding_threads():
+        thread.join(WAIT)
+
+
+def test_leaving_does_not_wait_for_a_source_that_blocks(blocking):
+    for _ in replicas(2).distribute_dataset(blocking):
+        assert blocking.reached.wait(WAIT)
+        start = time.monotonic()
+        break
+    assert time.monotonic() - start < 1
+
+
+def test_ctrl_c_is_answered_while_the_source_blocks(blocking):
+    pressed = []
+
+    def source():
+        yield np.ones(4)
+        pressed.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+        yield from blocking()
+
+    with pytest.raises(KeyboardInterrupt):
+        for _ in replicas(2).distribute_dataset(source):
+            pass
+    assert time.monotonic() - pressed[0] < 1
+
+
+# ---- the end of the program ----------------------------------------------------------------------
+
+
+def run_script(script: str) -> tuple[int, str, float]:
+    """Exit code, what was written to stderr, and the seconds that ending took."""
+    source = textwrap.dedent("""
+        import os, signal, threading, time
+        import numpy as np
+        import phalanx as px
+
+        px.cpu_devices(2)
+        strategy = px.Mirrored()
+
+        def endless():
+            while True:
+                yield np.ones(4)
+
+        def blocking():
+            yield np.ones(4)
+            reached.set()
+            time.sleep(60)
+
+        reached = threading.Event()
+        """) + textwrap.dedent(script) + "\nprint(time.time(), flush=True)\n"
+    command = [sys.executable, "-W", "error", "-X", "faulthandler", "-c", source]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return result.returncode, result.stderr, time.time() - float(result.stdout or "inf")
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "iterator = iter(strategy.distribute_dataset(endless)); next(iterator)",
+        "for x in strategy.distribute_dataset(endless): break",
+        "iterator = iter(strategy.distribute_dataset(blocking)); next(iterator); reached.wait()",
+        "iterators = [iter(strategy.distribute_dataset(endless)) for _ in range(3)]; [next(i) for i in iterators]",
+    ],
+    ids=["in use", "left", "source blocks", "several"],
+)
+def test_the_program_ends_at_once_and_without_a_word(script):
+    code, said, seconds = run_script(script)
+    assert (code, said) == (0, "")
+    assert seconds < 10  # the source that blocks would do so for a minute
+
+
+def test_ctrl_c_ends_a_program_whose_source_blocks():
+    code, said, _ = run_script("""
+        start = time.monotonic()
+        try:
+            for x in strategy.distribute_dataset(blocking):
+                reached.wait()
+                os.kill(os.getpid(), signal.SIGINT)
+        finally:
+            print(time.time(), flush=True)
+            assert time.monotonic() - start < 1.5, "leaving took too long"
+        """)
+    assert said.rstrip().endswith("KeyboardInterrupt")
+    assert code == -signal.SIGINT
