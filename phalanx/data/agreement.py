@@ -17,7 +17,8 @@ from typing import Any, NoReturn
 import jax
 
 from phalanx import _jax
-from phalanx.data.elements import Arrays, Batcher, Rows
+from phalanx.data.arrays import Arrays
+from phalanx.data.elements import Batcher, Rows
 from phalanx.errors import ArgumentError, StrategyError, UnevenBatchError
 
 Feed = Iterator[tuple[Any, Any]]

@@ -72,7 +72,7 @@ class DistributedDataset:
         self._source.seed, self._length = self._agree(shuffle, seed)
         self._epoch = 0
         self._resume: dict[str, Any] | None = None
-        self._position: dict[str, Any] = {"epoch": 0, "element": 0, "source": None}
+        self._position = self._start_of(0)
         self._started = False
         self._check_rows()
         self._announce()
@@ -142,7 +142,7 @@ class DistributedDataset:
         """
         if not self._source.reiterable:
             raise ArgumentError("element_spec: this source can be read only once; look at an element instead.")
-        batcher = self._batcher()
+        batcher = self._batcher(self._rows)
         elements = self._source.elements(self._epoch, 0, None)
         batches = (batcher(element, number) for number, (element, _) in enumerate(elements))
         first = next((batch for batch in batches if batch is not None), None)
@@ -161,46 +161,51 @@ class DistributedDataset:
                 "This dataset was made from an iterator that can be read only once, and it has been read. To go over"
                 " the data several times give distribute_dataset a function that returns a new iterator."
             )
-        start = self._resume or {"epoch": self._epoch, "element": 0, "source": None}
+        start = self._resume or self._start_of(self._epoch)
         self._resume = None
         self._started = True
         self._epoch = start["epoch"] + 1
         return self._iterate(start)
 
     def _iterate(self, start: dict[str, Any]) -> Iterator[Any]:
-        epoch, x64 = start["epoch"], bool(jax.config.jax_enable_x64)
+        x64 = bool(jax.config.jax_enable_x64)
 
         def to_devices(host: Positioned) -> tuple[Positioned, list[Any]]:
             with jax.enable_x64(x64):  # a setting of the thread that iterates
                 element = jax.tree.map(self._to_devices, host[0])
-            return (element, {"epoch": epoch, **host[1]}), jax.tree.leaves(element)
+            return (element, host[1]), jax.tree.leaves(element)
 
         def batches(stopped: Callable[[], bool]) -> Iterator[Positioned]:
-            return self._batches(epoch, start["element"], start["source"], stopped)
+            return self._batches(start, stopped)
 
         for element, position in ahead(batches, to_devices, self._prefetch):
             self._position = position
             yield element
             del element
-        self._position = {"epoch": epoch + 1, "element": 0, "source": None}
+        self._position = self._start_of(start["epoch"] + 1)
 
-    def _batches(self, epoch: int, start: int, state: Any, stopped: Callable[[], bool]) -> Iterator[Positioned]:
+    def _start_of(self, epoch: int) -> dict[str, Any]:
+        """The position: pass, elements handed out, the source's own state, and rows of a full batch."""
+        return {"epoch": epoch, "element": 0, "source": None, "rows": self._rows}
+
+    def _batches(self, start: dict[str, Any], stopped: Callable[[], bool]) -> Iterator[Positioned]:
         """Host batches, each with the position after it."""
-        elements = self._source.elements(epoch, start, state)
-        batcher = self._batcher()
+        first = start["element"]
+        elements = self._source.elements(start["epoch"], first, start["source"])
+        batcher = self._batcher(start["rows"])
         if self._group.several and (self._own or not isinstance(self._source, RowSource)):
-            batches = self._group.in_step(elements, batcher, start, stopped)
+            batches = self._group.in_step(elements, batcher, first, stopped)
         else:
-            batches = ((batcher(element, number), after) for number, (element, after) in enumerate(elements, start))
-        number = start
-        for number, (batch, after) in enumerate(batches, start + 1):
+            batches = ((batcher(element, number), after) for number, (element, after) in enumerate(elements, first))
+        number = first
+        for number, (batch, after) in enumerate(batches, first + 1):
             if batch is not None:
-                yield batch, {"element": number, "source": after}
+                yield batch, {**start, "element": number, "source": after, "rows": batcher.size}
         if number == 0 and not batcher.layout.types:
             raise ArgumentError("distribute_dataset: the source is empty (it gave no element).")
 
-    def _batcher(self) -> Batcher:
-        return Batcher(self._replicas, self._remainder, self._mask, self._rows)
+    def _batcher(self, rows: int | None) -> Batcher:
+        return Batcher(self._replicas, self._remainder, self._mask, rows)
 
     def _to_devices(self, rows: np.ndarray[Any, Any]) -> Any:
         try:
@@ -251,7 +256,7 @@ class DistributedDataset:
                 f" {own['batch_size']}, and would go on at another row."
             )
         self._source.seed = state["seed"]
-        self._resume = {key: state[key] for key in ("epoch", "element", "source")}
+        self._resume = {key: state[key] for key in self._position}
         self._position = dict(self._resume)
 
     def __repr__(self) -> str:

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn, get_args
+from typing import Any, Literal, get_args
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from phalanx.errors import ArgumentError, ArgumentTypeError, UnevenBatchError
+from phalanx.data.arrays import Array, Arrays, Layout, check_same_rows
+from phalanx.errors import ArgumentError, UnevenBatchError
 from phalanx.function import is_strict
 
 logger = logging.getLogger("phalanx")
 
 Remainder = Literal["auto", "pad", "drop", "error"]
-Array = np.ndarray[Any, Any]
 
 
 def check_remainder(remainder: Any) -> None:
@@ -25,97 +22,6 @@ def check_remainder(remainder: Any) -> None:
     if remainder not in get_args(Remainder):
         known = ", ".join(map(repr, get_args(Remainder)))
         raise ArgumentError(f"distribute_dataset: remainder must be one of {known}, got {remainder!r}.")
-
-
-# ---- what all elements have in common ------------------------------------------------------------
-
-
-def flatten(tree: Any) -> tuple[list[str], list[Any], Any]:
-    """Paths of the leaves as messages call them, the leaves, and the structure."""
-    found, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, Iterator))
-    return [jax.tree_util.keystr(path) or "the array" for path, _ in found], [leaf for _, leaf in found], structure
-
-
-@dataclass
-class Arrays:
-    """A pytree of host arrays, taken apart."""
-
-    paths: list[str]
-    leaves: list[Array]
-    structure: Any
-
-    @classmethod
-    def of(cls, tree: Any, what: str) -> Arrays:
-        """The arrays of `tree`; errors call it `what`."""
-        paths, leaves, structure = flatten(tree)
-        if not paths:
-            raise ArgumentError(f"distribute_dataset: {what} holds no arrays: {tree!r:.60}.")
-        arrays = [host_array(leaf, f"{path} of {what}") for path, leaf in zip(paths, leaves)]
-        return cls(paths, arrays, structure)
-
-    def tree(self, of_leaf: Callable[[Array], Any] = lambda leaf: leaf) -> Any:
-        """Put together again, each array replaced by ``of_leaf(array)``."""
-        return jax.tree.unflatten(self.structure, [of_leaf(leaf) for leaf in self.leaves])
-
-
-def host_array(value: Any, what: str) -> Array:
-    """`value` as a NumPy array of numbers."""
-    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-        raise ArgumentTypeError(f"distribute_dataset: {what} holds random keys. Feed jax.random.key_data(keys).")
-    try:
-        array = np.asarray(value)
-    except Exception as error:
-        raise ArgumentTypeError(f"distribute_dataset: {what} is no array: {type(value).__name__}.") from error
-    check_numeric(array.dtype, what)
-    return array
-
-
-def check_numeric(dtype: Any, what: str) -> None:
-    """Raise for strings and objects, which no device can hold."""
-    if getattr(dtype, "kind", "O") not in "biufcV":
-        raise ArgumentTypeError(
-            f"distribute_dataset: {what} is not numeric (dtype {dtype}). Turn it into numbers on the host, with a map"
-            " before distribute_dataset; or feed the number of the row instead and look the value up with it."
-        )
-
-
-class Layout:
-    """Structure, shapes and dtypes of the first of many pytrees, which the others must have too."""
-
-    def __init__(self, skip_axes: int, of_what: str) -> None:
-        self._skip = skip_axes
-        """Leading axes that may differ."""
-        self._of_what = of_what
-        self._structure: Any = None
-        self.types: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {}
-        """Shape and dtype by path, in order."""
-
-    def check(self, arrays: Arrays, what: str) -> None:
-        """Raise when `arrays` differ from the first that were checked."""
-        found = {path: (leaf.shape[self._skip :], leaf.dtype) for path, leaf in zip(arrays.paths, arrays.leaves)}
-        if self._structure is None:
-            self._structure, self.types = arrays.structure, found
-        if found.keys() != self.types.keys():
-            self._refuse(what, sorted(found.keys() ^ self.types.keys())[0], list(self.types), list(found))
-        for path, type_ in found.items():
-            if type_ != self.types[path]:
-                self._refuse(what, path, _shown(self.types[path]), _shown(type_))
-        if arrays.structure != self._structure:
-            self._refuse(what, "the structure", self._structure, arrays.structure)
-
-    def _refuse(self, what: str, path: str, expected: Any, found: Any) -> NoReturn:
-        raise ArgumentError(
-            f"distribute_dataset: {what} differs from the first in {path}: expected {expected}, found {found}"
-            f" ({self._of_what})."
-        )
-
-
-
-def _shown(type_: tuple[tuple[int, ...], np.dtype[Any]]) -> str:
-    return f"{type_[1]}{list(type_[0])}"
-
-
-# ---- batches -------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -197,13 +103,6 @@ class Batcher:
         if is_strict():
             raise UnevenBatchError(f"distribute_dataset: {what}, but px.strict is on.")
         logger.info("dataset: %s", what)
-
-
-def check_same_rows(arrays: Arrays, what: str) -> None:
-    """Raise when arrays differ in the length of axis 0."""
-    if len({leaf.shape[0] for leaf in arrays.leaves}) > 1:
-        sizes = ", ".join(f"{path}: {leaf.shape[0]}" for path, leaf in zip(arrays.paths, arrays.leaves))
-        raise ArgumentError(f"distribute_dataset: the arrays of {what} differ in their number of rows ({sizes}).")
 
 
 def _filled(rows: Array, size: int) -> Array:

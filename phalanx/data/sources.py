@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from phalanx.data import libraries
-from phalanx.data.elements import Arrays, Layout, check_numeric, check_same_rows, flatten
+from phalanx.data.arrays import Arrays, Layout, check_numeric, as_rows, check_same_rows, flatten, is_array
 from phalanx.errors import ArgumentError, ArgumentTypeError
 
 Element = Any
@@ -195,9 +195,9 @@ def as_source(given: Any, batch_size: int | None, seed: int | None) -> Source:
 def _arrays(given: Any) -> tuple[int, Callable[[Any], Any]] | None:
     """The number of rows of a pytree of arrays, and how to read some of them."""
     paths, arrays, structure = flatten(given)
-    if not arrays or not all(map(libraries.is_array, arrays)):
+    if not arrays or not all(map(is_array, arrays)):
         return None
-    leaves = [libraries.as_rows(array, path) for path, array in zip(paths, arrays)]
+    leaves = [as_rows(array, path) for path, array in zip(paths, arrays)]
     for path, leaf in zip(paths, leaves):
         check_numeric(leaf.dtype, path)
         if len(leaf.shape) == 0:

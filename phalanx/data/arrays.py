@@ -1,0 +1,142 @@
+"""Host arrays, whatever library they are of: recognised, taken out of pytrees, compared.
+
+Libraries are recognised by the modules of their types, and never imported for it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from phalanx.errors import ArgumentError, ArgumentTypeError
+
+Array = np.ndarray[Any, Any]
+
+
+def packages(value: Any) -> set[str]:
+    """The packages that the value's type and its base classes come from."""
+    return {base.__module__.partition(".")[0] for base in type(value).__mro__}
+
+
+# ---- one array -----------------------------------------------------------------------------------
+
+
+def is_array(value: Any) -> bool:
+    """Whether rows of `value` can be read by index."""
+    if isinstance(value, (np.ndarray, jax.Array)):
+        return True
+    libraries = {"h5py", "torch", "tensorflow"}
+    return hasattr(value, "shape") and hasattr(value, "dtype") and not libraries.isdisjoint(packages(value))
+
+
+def as_rows(array: Any, what: str) -> Any:
+    """`array` as something that gives NumPy rows when it is indexed; what lies in a file stays there."""
+    return array if "h5py" in packages(array) else host_array(array, what)
+
+
+def host_array(value: Any, what: str) -> Array:
+    """`value` as a NumPy array of numbers, without copying it where that can be."""
+    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        raise ArgumentTypeError(f"distribute_dataset: {what} holds random keys. Feed jax.random.key_data(keys).")
+    try:
+        array = _of_tensor(value) if "torch" in packages(value) else np.asarray(value)
+    except Exception as error:
+        raise ArgumentTypeError(f"distribute_dataset: {what} is no array: {type(value).__name__}.") from error
+    check_numeric(array.dtype, what)
+    return array
+
+
+def _of_tensor(tensor: Any) -> Array:
+    tensor = tensor.detach().cpu()
+    torch = sys.modules["torch"]
+    if tensor.dtype == torch.bfloat16:  # which NumPy knows through JAX only
+        return np.asarray(tensor.view(torch.int16)).view(jnp.bfloat16)
+    return np.asarray(tensor)
+
+
+def check_numeric(dtype: Any, what: str) -> None:
+    """Raise for strings and objects, which no device can hold."""
+    if getattr(dtype, "kind", "O") not in "biufcV":
+        raise ArgumentTypeError(
+            f"distribute_dataset: {what} is not numeric (dtype {dtype}). Turn it into numbers on the host, with a map"
+            " before distribute_dataset; or feed the number of the row instead and look the value up with it."
+        )
+
+
+# ---- pytrees of arrays ---------------------------------------------------------------------------
+
+
+def flatten(tree: Any) -> tuple[list[str], list[Any], Any]:
+    """Paths of the leaves as messages call them, the leaves, and the structure."""
+    found, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, Iterator))
+    return [jax.tree_util.keystr(path) or "the array" for path, _ in found], [leaf for _, leaf in found], structure
+
+
+@dataclass
+class Arrays:
+    """A pytree of host arrays, taken apart."""
+
+    paths: list[str]
+    leaves: list[Array]
+    structure: Any
+
+    @classmethod
+    def of(cls, tree: Any, what: str) -> Arrays:
+        """The arrays of `tree`; errors call it `what`."""
+        paths, leaves, structure = flatten(tree)
+        if not paths:
+            raise ArgumentError(f"distribute_dataset: {what} holds no arrays: {tree!r:.60}.")
+        arrays = [host_array(leaf, f"{path} of {what}") for path, leaf in zip(paths, leaves)]
+        return cls(paths, arrays, structure)
+
+    def tree(self, of_leaf: Callable[[Array], Any] = lambda leaf: leaf) -> Any:
+        """Put together again, each array replaced by ``of_leaf(array)``."""
+        return jax.tree.unflatten(self.structure, [of_leaf(leaf) for leaf in self.leaves])
+
+
+def check_same_rows(arrays: Arrays, what: str) -> None:
+    """Raise when arrays differ in the length of axis 0."""
+    if len({leaf.shape[0] for leaf in arrays.leaves}) > 1:
+        sizes = ", ".join(f"{path}: {leaf.shape[0]}" for path, leaf in zip(arrays.paths, arrays.leaves))
+        raise ArgumentError(f"distribute_dataset: the arrays of {what} differ in their number of rows ({sizes}).")
+
+
+class Layout:
+    """Structure, shapes and dtypes of the first of many pytrees, which the others must have too."""
+
+    def __init__(self, skip_axes: int, of_what: str) -> None:
+        self._skip = skip_axes
+        """Leading axes that may differ."""
+        self._of_what = of_what
+        self._structure: Any = None
+        self.types: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {}
+        """Shape and dtype by path, in order."""
+
+    def check(self, arrays: Arrays, what: str) -> None:
+        """Raise when `arrays` differ from the first that were checked."""
+        found = {path: (leaf.shape[self._skip :], leaf.dtype) for path, leaf in zip(arrays.paths, arrays.leaves)}
+        if self._structure is None:
+            self._structure, self.types = arrays.structure, found
+        if found.keys() != self.types.keys():
+            self._refuse(what, sorted(found.keys() ^ self.types.keys())[0], list(self.types), list(found))
+        for path, type_ in found.items():
+            if type_ != self.types[path]:
+                self._refuse(what, path, _shown(self.types[path]), _shown(type_))
+        if arrays.structure != self._structure:
+            self._refuse(what, "the structure", self._structure, arrays.structure)
+
+    def _refuse(self, what: str, path: str, expected: Any, found: Any) -> NoReturn:
+        raise ArgumentError(
+            f"distribute_dataset: {what} differs from the first in {path}: expected {expected}, found {found}"
+            f" ({self._of_what})."
+        )
+
+
+def _shown(type_: tuple[tuple[int, ...], np.dtype[Any]]) -> str:
+    return f"{type_[1]}{list(type_[0])}"
