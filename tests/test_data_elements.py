@@ -1,4 +1,4 @@
-"""Elements on the devices: each replica's rows on its own device and nowhere else; gathered, looked at, made per replica."""
+"""Elements on the devices: each replica's rows on its own device and nowhere else; gathered, looked at."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from feeding import parts_of, replicas, rows_of, whole
 
 import phalanx as px
-from feeding import parts_of, replicas, rows_of, whole
 from phalanx.errors import ArgumentError, ArgumentTypeError, StrategyError, UnevenBatchError
 
 

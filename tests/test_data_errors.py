@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 from feeding import replicas, rows_of, whole
+
 from phalanx.errors import ArgumentError, ArgumentTypeError
 
 
@@ -32,7 +32,7 @@ CHANGES = {
     r"element 1 differs from the first in \['y'\]: expected \[.*\['y'\].*\], found \[\"\['x'\]\"\]": {"x": GOOD["x"]},
     r"element 1 differs from the first in \['z'\]: expected .*, found .*\['z'\]": {**GOOD, "z": GOOD["y"]},
     r"element 1 differs from the first in \['x'\]: expected .*, found .*\['x'\]\[0\]": {**GOOD, "x": (GOOD["x"],)},
-    r"arrays of element 1 differ in their number of rows \(\['x'\]: 4, \['y'\]: 5\)": {**GOOD, "y": np.ones(5, np.int32)},
+    r"of element 1 differ in their number of rows \(\['x'\]: 4, \['y'\]: 5\)": {**GOOD, "y": np.ones(5, np.int32)},
 }
 
 
@@ -44,7 +44,7 @@ def test_a_change_is_named_by_element_and_leaf_with_expected_and_found(message, 
 
 
 def test_a_change_from_list_to_tuple_is_named():
-    with pytest.raises(ArgumentError, match=r"differs from the first in the structure: expected PyTreeDef\(\(\*,\)\), found"):
+    with pytest.raises(ArgumentError, match=r"from the first in the structure: expected PyTreeDef\(\(\*,\)\), found"):
         feed((np.ones(4),), [np.ones(4)])
 
 
@@ -57,18 +57,17 @@ def test_elements_before_the_change_are_handed_out():
 
 def test_rows_that_do_not_stack_are_named_by_row_and_leaf():
     rows = [{"x": np.ones(3)}] * 5 + [{"x": np.ones(2)}]
-    with pytest.raises(ArgumentError, match=r"row 5 differs from the first in \['x'\]: expected float64\[3\], found float64\[2\]"):
+    message = r"row 5 differs from the first in \['x'\]: expected float64\[3\], found float64\[2\]"
+    with pytest.raises(ArgumentError, match=message):
         feed(*rows, batch_size=2)
 
 
 # ---- what no device can hold ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "column", [np.array(["a", "b"]), np.array([b"a", b"b"]), np.array([{}, None]), np.array(["2020"] * 2, "M8[D]")], ids=str
-)
+@pytest.mark.parametrize("column", [["a", "b"], [b"a", b"b"], [{}, None], np.array(["2020"] * 2, "M8[D]")], ids=str)
 def test_columns_that_are_not_numeric_are_named_with_the_ways_out(column):
-    batch = {"x": np.ones(2), "text": column}
+    batch = {"x": np.ones(2), "text": np.array(column)}
     message = r"\['text'\].* is not numeric \(dtype .*a map before distribute_dataset; or feed the number of the row"
     with pytest.raises(ArgumentTypeError, match=message):
         feed(batch)
@@ -115,14 +114,14 @@ def test_what_is_no_array_is_named(leaf):
 def test_random_keys_are_refused_with_the_way_out():
     keys = jax.random.split(jax.random.key(0), 4)
     for source, batch_size in ((keys, 4), ([keys], None)):
-        with pytest.raises(ArgumentTypeError, match="random keys.*key_data"):
+        with pytest.raises(ArgumentTypeError, match=r"random keys.*key_data"):
             list(replicas(2).distribute_dataset(source, batch_size))
 
 
 # ---- nothing, and too much -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("source", [np.ones((0, 3)), {"x": jnp.ones((0,)), "y": jnp.ones((0, 2))}], ids=["array", "dict"])
+@pytest.mark.parametrize("source", [np.ones((0, 3)), {"x": jnp.ones(0), "y": jnp.ones((0, 2))}], ids=["array", "dict"])
 def test_arrays_without_rows_are_refused_at_once(source):
     with pytest.raises(ArgumentError, match="the source is empty"):
         replicas(2).distribute_dataset(source, 2)
@@ -136,15 +135,14 @@ def test_a_source_that_gives_nothing_says_so(options):
 
 
 def test_an_element_without_arrays_is_refused():
-    with pytest.raises(ArgumentError, match="element 0 holds no arrays: {'x': None}"):
+    with pytest.raises(ArgumentError, match=r"element 0 holds no arrays: {'x': None}"):
         feed({"x": None})
 
 
 def test_an_element_that_does_not_fit_says_how_large_it_is():
     huge = np.broadcast_to(np.float32(0), (4, 2**48))  # a petabyte for each of two replicas, and no memory of its own
-    with pytest.raises(
-        ArgumentError, match=r"shape \(4, 281474976710656\) and dtype float32 \(4,294,967,296 MiB, 2,147,483,648 MiB per replica\)"
-    ):
+    size = r"shape \(4, 281474976710656\) and dtype float32 \(4,294,967,296 MiB, 2,147,483,648 MiB per replica\)"
+    with pytest.raises(ArgumentError, match=size):
         feed(huge)
 
 
@@ -155,7 +153,7 @@ def test_an_error_of_the_device_about_memory_says_so_too(monkeypatch):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 64 bytes.")
 
     monkeypatch.setattr(strategy, "split_rows", full)
-    with pytest.raises(ArgumentError, match="does not fit on the devices. Use a smaller batch_size, or a smaller prefetch"):
+    with pytest.raises(ArgumentError, match=r"does not fit on the devices\. Use a smaller batch_size, or"):
         list(strategy.distribute_dataset(np.ones(4), 4))
 
 

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 from feeding import feeding_threads, replicas, rows_of, whole
+
 from phalanx.errors import ArgumentError, ArgumentTypeError
 
 os.environ.setdefault("KERAS_BACKEND", "jax")

@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from feeding import WAIT, feeding_threads, numbers, replicas
 
 import phalanx as px
-from feeding import WAIT, feeding_threads, numbers, replicas, rows_of
 
 MARK = (4, 24593)
 """A shape that no other array has: what has it is an element of the test."""
@@ -139,9 +139,9 @@ def test_an_element_that_was_kept_does_not_stop_the_pipeline():
 
 
 def test_what_is_ahead_is_let_go_when_the_loop_is_left():
-    for _ in replicas(2).distribute_dataset(lambda: (np.ones(MARK) for _ in range(12)), prefetch=4):
-        break
-    del _
+    elements = iter(replicas(2).distribute_dataset(lambda: (np.ones(MARK) for _ in range(12)), prefetch=4))
+    next(elements)
+    del elements
     assert on_devices() == 0
 
 
@@ -279,7 +279,8 @@ def test_ctrl_c_is_answered_while_the_source_blocks(blocking):
 
 def run_script(script: str) -> tuple[int, str, float]:
     """Exit code, what was written to stderr, and the seconds that ending took."""
-    source = textwrap.dedent("""
+    source = (
+        textwrap.dedent("""
         import os, signal, threading, time
         import numpy as np
         import phalanx as px
@@ -297,7 +298,10 @@ def run_script(script: str) -> tuple[int, str, float]:
             time.sleep(60)
 
         reached = threading.Event()
-        """) + textwrap.dedent(script) + "\nprint(time.time(), flush=True)\n"
+        """)
+        + textwrap.dedent(script)
+        + "\nprint(time.time(), flush=True)\n"
+    )
     command = [sys.executable, "-W", "error", "-X", "faulthandler", "-c", source]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     return result.returncode, result.stderr, time.time() - float(result.stdout or "inf")

@@ -1,4 +1,4 @@
-"""Batches that the replicas cannot share equally: what is kept, filled up, dropped or refused, and that every row counts once."""
+"""Batches that the replicas cannot share equally: kept, filled up, dropped or refused; and every row counts once."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from feeding import parts_of, replicas, rows_of, whole
 
 import phalanx as px
-from feeding import parts_of, replicas, rows_of, whole
 from phalanx.errors import ArgumentError, UnevenBatchError
 
 BATCH = 8
@@ -215,6 +215,6 @@ def test_predictions_are_every_row_once_in_order(n, source):
     found = []
     for rows, mask in strategy.distribute_dataset(given, batch_size, remainder="pad", mask=True):
         real = whole(mask) > 0
-        found.append(jax.tree.map(lambda out: np.asarray(out)[real], predict(rows)))  # noqa: B023
+        found.append(jax.tree.map(lambda out: np.asarray(out)[real], predict(rows)))
     (column,) = jax.tree.leaves(jax.tree.map(lambda *parts: np.concatenate(parts), *found))
     assert column.tolist() == (10 * ids).tolist()

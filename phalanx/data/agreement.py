@@ -12,7 +12,7 @@ import itertools
 import json
 import pickle
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any, NamedTuple
 
 import jax
 
@@ -26,8 +26,20 @@ Feed = Iterator[tuple[Any, Any]]
 _TIMEOUT_SECONDS = 300.0
 """How long a process waits for another one's batch."""
 
+_END: Any = object()
+
 _datasets = itertools.count()
 """Every process makes its datasets in the same order, which is how they find each other's."""
+
+
+class Turn(NamedTuple):
+    """This process's element, and what all have."""
+
+    number: int
+    rows: Rows
+    after: Any
+    counts: list[int]
+    """Rows of each process's element."""
 
 
 class Group:
@@ -70,16 +82,29 @@ class Group:
                 )
         return settled, [own for _, own in said]
 
-    def in_step(self, elements: Feed, batcher: Batcher, start: int, stopped: Callable[[], bool]) -> Feed:
+    def begin(self) -> _jax.Roundtable:
+        """Where a pass is talked about; every process begins its passes in the same order."""
+        return self._table(f"pass/{next(self._passes)}")
+
+    def in_step(
+        self,
+        table: _jax.Roundtable,
+        elements: Feed,
+        batcher: Batcher,
+        start: int,
+        stopped: Callable[[], bool],
+        *,
+        same_source: bool,
+    ) -> Feed:
         """Batches of this process's elements, as many as every other process gets.
 
-        A process that has run out feeds padding until all have (``remainder="pad"``); with ``"drop"`` all stop
-        together; else it is an error on all of them.
+        Where each has a source of its own, one that has run out feeds padding until all have
+        (``remainder="pad"``); with ``"drop"`` all stop together; else it is an error on all of them.
         """
-        table = self._table(f"pass/{next(self._passes)}")
         last_word = "left its loop"
         try:
-            yield from self._batches(table, elements, batcher, start, stopped)
+            heard = self._heard(table, elements, batcher, start, stopped)
+            yield from (_same if same_source else self._own)(heard, batcher)
             last_word = ""
         except InterruptedError:
             return
@@ -91,13 +116,14 @@ class Group:
                 with contextlib.suppress(Exception):  # the others may be gone
                     table.leave(json.dumps({"gone": last_word}))
 
-    def _batches(
+    def _heard(
         self, table: _jax.Roundtable, elements: Feed, batcher: Batcher, start: int, stopped: Callable[[], bool]
-    ) -> Feed:
+    ) -> Iterator[Turn]:
+        """Each element until no process has any, with what the others have."""
         padding: Any = None
         for number in itertools.count(start):
-            element, after = next(elements, (None, None))
-            rows = None if element is None else batcher.rows_of(element, number)
+            element, after = next(elements, (_END, None))
+            rows = None if element is _END else batcher.rows_of(element, number)
             word = _introduction(rows, batcher) if number == start else {"rows": 0 if rows is None else rows.count}
             said = self._hear(table, word, number, stopped)
             if number == start:
@@ -105,18 +131,26 @@ class Group:
             counts = [theirs["rows"] for theirs in said]
             if not any(counts):
                 return
-            per_replica = max(-(-count // n) for count, n in zip(counts, self.replicas))
-            batcher.size = max(batcher.size, per_replica * batcher.num_replicas)
-            full = batcher.size // batcher.num_replicas
-            short = any(count < full * n for count, n in zip(counts, self.replicas))
-            if short and batcher.drops:
-                batcher.dropped(sum(counts), number)
-                return
-            if short and not batcher.pads:
-                self._refuse(counts, number)
             if rows is None:
                 rows = Rows(Arrays.of(padding, "padding"), 0)
-            yield batcher.filled(rows, batcher.size), after
+            yield Turn(number, rows, after, counts)
+
+    def _own(self, turns: Iterator[Turn], batcher: Batcher) -> Feed:
+        for turn in turns:
+            per_replica = max(-(-count // n) for count, n in zip(turn.counts, self.replicas))
+            batcher.size = max(batcher.size, per_replica * batcher.num_replicas)
+            full = batcher.size // batcher.num_replicas
+            short = any(count < full * n for count, n in zip(turn.counts, self.replicas))
+            if short and batcher.drops:
+                batcher.dropped(sum(turn.counts), turn.number)
+                return
+            if short and not batcher.pads:
+                raise UnevenBatchError(
+                    f"distribute_dataset: in element {turn.number} the processes have {turn.counts} rows for"
+                    f" {self.replicas} replicas. Each replica needs the same number, in every element: choose"
+                    " remainder='pad' (with mask=True for exact means) or remainder='drop'."
+                )
+            yield batcher.filled(turn.rows, batcher.size), turn.after
 
     def _hear(
         self, table: _jax.Roundtable, word: dict[str, Any], number: int, stopped: Callable[[], bool]
@@ -126,13 +160,6 @@ class Group:
             if "gone" in theirs:
                 raise StrategyError(f"distribute_dataset: process {process} {theirs['gone']} (at element {number}).")
         return said
-
-    def _refuse(self, counts: list[int], number: int) -> NoReturn:
-        raise UnevenBatchError(
-            f"distribute_dataset: in element {number} the processes have {counts} rows for {self.replicas} replicas."
-            " Each replica needs the same number, in every element: choose remainder='pad' (with mask=True for exact"
-            " means) or remainder='drop'."
-        )
 
     def _table(self, name: str) -> _jax.Roundtable:
         return _jax.Roundtable(f"{self._name}/{name}", self.processes, _TIMEOUT_SECONDS)
@@ -145,6 +172,16 @@ class Group:
                 f"distribute_dataset: {error}. Every process must make its datasets, and iterate them, equally often"
                 " and in the same order; a process may have failed: look at its log."
             ) from error
+
+
+def _same(turns: Iterator[Turn], batcher: Batcher) -> Feed:
+    for turn in turns:
+        if len(set(turn.counts)) > 1:
+            raise StrategyError(
+                f"distribute_dataset: in element {turn.number} the processes have {turn.counts} rows. With"
+                " auto_shard='data' all must have the same source; with auto_shard='off' each has its own part."
+            )
+        yield batcher.batch(turn.rows, turn.number), turn.after
 
 
 def _introduction(rows: Rows | None, batcher: Batcher) -> dict[str, Any]:

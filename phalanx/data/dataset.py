@@ -143,9 +143,8 @@ class DistributedDataset:
         if not self._source.reiterable:
             raise ArgumentError("element_spec: this source can be read only once; look at an element instead.")
         batcher = self._batcher(self._rows)
-        elements = self._source.elements(self._epoch, 0, None)
-        batches = (batcher(element, number) for number, (element, _) in enumerate(elements))
-        first = next((batch for batch in batches if batch is not None), None)
+        batches = batcher.batches(self._source.elements(self._epoch, 0, None), 0)
+        first = next((batch for batch, _ in batches if batch is not None), None)
         if first is None:
             raise ArgumentError("element_spec: the source is empty.")
         dtype = jax.dtypes.canonicalize_dtype
@@ -165,9 +164,9 @@ class DistributedDataset:
         self._resume = None
         self._started = True
         self._epoch = start["epoch"] + 1
-        return self._iterate(start)
+        return self._iterate(start, self._group.begin())
 
-    def _iterate(self, start: dict[str, Any]) -> Iterator[Any]:
+    def _iterate(self, start: dict[str, Any], table: Any) -> Iterator[Any]:
         x64 = bool(jax.config.jax_enable_x64)
 
         def to_devices(host: Positioned) -> tuple[Positioned, list[Any]]:
@@ -176,7 +175,7 @@ class DistributedDataset:
             return (element, host[1]), jax.tree.leaves(element)
 
         def batches(stopped: Callable[[], bool]) -> Iterator[Positioned]:
-            return self._batches(start, stopped)
+            return self._batches(start, table, stopped)
 
         for element, position in ahead(batches, to_devices, self._prefetch):
             self._position = position
@@ -188,15 +187,15 @@ class DistributedDataset:
         """The position: pass, elements handed out, the source's own state, and rows of a full batch."""
         return {"epoch": epoch, "element": 0, "source": None, "rows": self._rows}
 
-    def _batches(self, start: dict[str, Any], stopped: Callable[[], bool]) -> Iterator[Positioned]:
+    def _batches(self, start: dict[str, Any], table: Any, stopped: Callable[[], bool]) -> Iterator[Positioned]:
         """Host batches, each with the position after it."""
         first = start["element"]
         elements = self._source.elements(start["epoch"], first, start["source"])
         batcher = self._batcher(start["rows"])
         if self._group.several and (self._own or not isinstance(self._source, RowSource)):
-            batches = self._group.in_step(elements, batcher, first, stopped)
+            batches = self._group.in_step(table, elements, batcher, first, stopped, same_source=not self._own)
         else:
-            batches = ((batcher(element, number), after) for number, (element, after) in enumerate(elements, first))
+            batches = batcher.batches(elements, first)
         number = first
         for number, (batch, after) in enumerate(batches, first + 1):
             if batch is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -74,9 +75,13 @@ class Batcher:
         """Whether short batches are left out."""
         return self._remainder == "drop"
 
-    def __call__(self, element: Any, number: int) -> Any | None:
+    def batches(self, elements: Iterator[tuple[Any, Any]], start: int) -> Iterator[tuple[Any | None, Any]]:
+        """The batches for elements, each with the source's state after it."""
+        for number, (element, after) in enumerate(elements, start):
+            yield self.batch(self.rows_of(element, number), number), after
+
+    def batch(self, rows: Rows, number: int) -> Any | None:
         """The batch for an element, or None when its rows are dropped."""
-        rows = self.rows_of(element, number)
         self.size = max(self.size, rows.count)
         short = rows.count < self.size
         if self.pads:

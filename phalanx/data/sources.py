@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from phalanx.data import libraries
-from phalanx.data.arrays import Arrays, Layout, check_numeric, as_rows, check_same_rows, flatten, is_array
+from phalanx.data.arrays import Arrays, Layout, as_rows, check_numeric, check_same_rows, flatten, is_array
 from phalanx.errors import ArgumentError, ArgumentTypeError
 
 Element = Any

@@ -302,7 +302,11 @@ class Strategy:
 
     def _compute(self, fn: Callable[..., Any], stacked: Any, *options: Any) -> Any:
         if not state.top().is_eager or _jax.is_tracer(stacked):
-            return fn(stacked, *options)
+            result = fn(stacked, *options)
+            if _jax.in_replica_trace() or self.num_replicas == 1:
+                return result
+            # Left to itself XLA may leave the result split, and other processes' parts cannot be read.
+            return jax.lax.with_sharding_constraint(result, _jax.replicated(self.mesh))
         compiled = _jitted(fn, options, _jax.replicated(self.mesh))
         return in_order(self.in_order, lambda: [compiled(stacked)])[0]
 
