@@ -136,12 +136,10 @@ class CrossReplica(Context):
 
     def merge(self, variable: Variable, stored: Any) -> jax.Array:
         """The one value that stands for all components of a per-replica variable."""
-        if variable.aggregation == "sum":
-            return stored.sum(0, dtype=variable.dtype)
-        if variable.aggregation == "mean":
-            return stored.mean(0, dtype=variable.dtype)
         self.require_merge(variable)
-        return stored[0]
+        if variable.strategy is None:
+            return stored[0]
+        return variable.strategy.merge_components(stored, variable.aggregation)  # type: ignore[no-any-return]
 
     def spread(self, variable: Variable, value: Any) -> jax.Array:
         """The components after an assignment: they merge to `value` again."""
