@@ -138,7 +138,7 @@ class CrossReplica(Context):
         """The one value that stands for all components of a per-replica variable."""
         self.require_merge(variable)
         if variable.strategy is None:
-            return stored[0]
+            return merge_components(stored, variable.aggregation)
         return variable.strategy.merge_components(stored, variable.aggregation)  # type: ignore[no-any-return]
 
     def spread(self, variable: Variable, value: Any) -> jax.Array:
@@ -158,6 +158,13 @@ class CrossReplica(Context):
                 " value outside a replica. Create it with aggregation='sum', 'mean' or 'only_first_replica', or"
                 f" look at `v.components`. Read at {_jax.user_line()}."
             )
+
+
+def merge_components(stored: Any, aggregation: str) -> jax.Array:
+    """The one value, in their dtype, that stands for components side by side along axis 0."""
+    if aggregation == "sum":
+        return stored.sum(0, dtype=stored.dtype)
+    return stored.mean(0, dtype=stored.dtype) if aggregation == "mean" else stored[0]
 
 
 def refuse_foreign(variable: Variable, strategy: Any, action: str) -> None:

@@ -289,7 +289,7 @@ class Strategy:
 
     def merge_components(self, stacked: Any, aggregation: str) -> Any:
         """The one value that stands for all components of a per-replica variable, in their dtype."""
-        return self._compute(_merge_stacked, stacked, aggregation)
+        return self._compute(state.merge_components, stacked, aggregation)
 
     def _compute(self, fn: Callable[..., Any], stacked: Any, *options: Any) -> Any:
         """Call ``fn(stacked, *options)``, in which replicas meet, outside of them."""
@@ -433,12 +433,6 @@ def _is_distributed(value: Any) -> bool:
 @functools.lru_cache(maxsize=256)
 def _jitted(fn: Callable[..., Any], options: tuple[Any, ...], sharding: Any) -> Any:
     return jax.jit(lambda stacked: fn(stacked, *options), out_shardings=sharding)
-
-
-def _merge_stacked(stacked: Any, aggregation: str) -> Any:
-    if aggregation == "sum":
-        return stacked.sum(0, dtype=stacked.dtype)
-    return stacked.mean(0, dtype=stacked.dtype) if aggregation == "mean" else stacked[0]
 
 
 def _reduce_stacked(stacked: Any, op: str, axis: int | None, times: int) -> Any:
