@@ -395,6 +395,20 @@ class Program:
         """`bind` with the values of all inputs that were asked for while tracing."""
         return self.bind(*[inputs[i] for i in self.used], *self.constants)
 
+    def only(self, outputs: slice) -> Program:
+        """The part that computes some of the outputs, without side effects."""
+        outvars = self.jaxpr.jaxpr.outvars[outputs]
+        needed = {v for v in outvars if not is_literal(v)}
+        equations = []
+        for equation in reversed(self.jaxpr.jaxpr.eqns):
+            if needed.intersection(equation.outvars):
+                equations.append(equation)
+                needed.update(v for v in equation.invars if not is_literal(v))
+        debug = self.jaxpr.jaxpr.debug_info.with_unknown_names()
+        effects = set().union(*(e.effects for e in equations))
+        jaxpr = self.jaxpr.jaxpr.replace(outvars=outvars, eqns=equations[::-1], effects=effects, debug_info=debug)
+        return Program(self.name, _jex.ClosedJaxpr(jaxpr, []), self.used, self.constants)
+
     def without_constants(self) -> Program:
         """The same for other constants of these types, which `bind` is given."""
         return Program(self.name, self.jaxpr, self.used, [])
@@ -419,11 +433,11 @@ def _jit_template(n_in: int, n_out: int, mesh: Any) -> tuple[Any, dict[str, Any]
     return equation.primitive, dict(equation.params)
 
 
-def trace_program(body: Callable[[Tracing], list[Any]], name: str) -> Program:
+def trace_program(body: Callable[[Tracing], list[Any]], name: str, function: Any) -> Program:
     """Run `body` once under a new staging trace and return what it computed as a program.
 
-    Inputs are equations of a primitive that has none of its own; taking them out of the program
-    afterwards is what allows finding captures in the one and only run of the body.
+    `function` is the user's, for JAX's messages. Inputs are equations of a primitive that has none of its own;
+    taking them out of the program afterwards is what allows finding captures in the one and only run of the body.
     """
 
     def nullary() -> list[Any]:
@@ -433,6 +447,9 @@ def trace_program(body: Callable[[Tracing], list[Any]], name: str) -> Program:
         finally:
             _ended.add(tracing.trace)
 
+    while isinstance(function, functools.partial):
+        function = function.func
+    nullary.__wrapped__ = function  # type: ignore[attr-defined]
     closed = jax.make_jaxpr(nullary)()
     constvars = list(getattr(closed, "constvars", ())) or list(closed.jaxpr.constvars)
     found: dict[int, Any] = {}

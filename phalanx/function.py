@@ -266,12 +266,13 @@ class Function(Generic[P, R]):
         concrete = ConcreteFunction(traced, kind, self._signature, self._compile)
         if traced.belongs_to_a_trace:
             return concrete
-        traced.borrow([leaf for leaf in call.leaves if isinstance(leaf, Variable)])
+        known = list(identities(call.keys))
+        traced.borrow([identity.value for identity in known if isinstance(identity.value, Variable)])
         self._history.append((kind, _context_keys()))
         key = self._key(call)
         self._traces[key] = concrete
         self._warn_of_storm()
-        for identity in identities(call.keys):
+        for identity in known:
             identity.on_death(functools.partial(_forget, weakref.ref(self), key))
         return concrete
 
@@ -307,8 +308,9 @@ class Function(Generic[P, R]):
     def _initialise(self, traced: Traced, call: Call) -> None:
         """Give variables born in the trace their initial values; nothing else of it takes effect."""
         with state.lifted_out():
-            outs = traced.program(traced.inputs(call.inputs, lambda capture: capture[0]._stored))
-            for variable, value in zip(traced.initial, traced.split(outs)[2]):
+            program = traced.program.only(slice(traced.n_results + len(traced.written), None))
+            values = program(traced.inputs(call.inputs, lambda capture: capture[0]._stored))
+            for variable, value in zip(traced.initial, values):
                 variable._replace(variable._placed(value))
 
     @staticmethod

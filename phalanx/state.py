@@ -32,6 +32,7 @@ from phalanx.errors import (
     FrozenVariableError,
     ReplicaDivergenceError,
     StrategyError,
+    VariableCreationError,
     VariableWriteError,
 )
 
@@ -268,10 +269,20 @@ class EagerFrame(Frame):
         for trace in _jax.trace_chain():
             if _jax.is_staging(trace):
                 raise frozen(variable, _jax.staged_for(trace))
-        return variable._stored
+        return self._value(variable)
 
     def type_of(self, variable: Variable) -> Any:
-        return _jax.type_of(variable._stored)
+        return _jax.type_of(self._value(variable))
+
+    @staticmethod
+    def _value(variable: Variable) -> Any:
+        if variable._stored is None:
+            raise VariableCreationError(
+                f"{variable.label}, created at {variable._created_at}, has no value: the traced function that created it"
+                " failed before. Create it again, or give its initial value as a function without arguments, which is"
+                " called at once."
+            )
+        return variable._stored
 
     def store(self, variable: Variable, stored: Any) -> None:
         self.store_all({variable: stored})
