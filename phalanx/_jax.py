@@ -158,6 +158,8 @@ class OperationTrace(_core.Trace):  # type: ignore[misc]
         if observer is None or not observer.wants(tracers):
             return self.parent_trace.process_primitive(primitive, tracers, params)
         with using_trace(self.parent_trace):
+            if primitive.name == "stop_gradient":  # the identity: its result, which nothing flows through, is a new value
+                return alias(tracers[0])
             outs = observer.observe(Operation(primitive, params), list(tracers))
         return outs if primitive.multiple_results else outs[0]
 
