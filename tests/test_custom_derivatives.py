@@ -61,7 +61,7 @@ def test_gradient_of_a_variable(program, strategy):
     np.testing.assert_allclose(strategy.run(fn), [expected, expected])
 
 
-@pytest.mark.parametrize("program", [name for name in PROGRAMS if name != "inside jit"])
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_gradient_of_a_watched_array_that_is_equal_on_all_replicas(program, strategy):
     function, expected = PROGRAMS[program]
 
