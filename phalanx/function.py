@@ -13,7 +13,8 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 import jax
@@ -73,6 +74,21 @@ def strict(on: bool = True) -> None:
     if not isinstance(on, bool):
         raise ArgumentTypeError(f"strict takes True or False, got {on!r}.")
     _Settings.strict = on
+
+
+def is_strict() -> bool:
+    """Whether `strict` is on."""
+    return _Settings.strict
+
+
+@contextmanager
+def not_strict() -> Iterator[None]:
+    """`strict` is off in the block, which does on purpose what is suspicious elsewhere."""
+    before, _Settings.strict = _Settings.strict, False
+    try:
+        yield
+    finally:
+        _Settings.strict = before
 
 
 class ConcreteFunction:

@@ -47,6 +47,8 @@ class Strategy:
         self._use_devices(devices)
         self._variables: dict[int, weakref.ref[Variable]] = {}
         self._eager_runs = EagerPrograms()
+        self.on_register: Callable[[Variable], None] | None = None
+        """Called with each variable that joins the strategy."""
         logger.info("%s", self.describe())
 
     def _use_devices(self, devices: Sequence[Any]) -> None:
@@ -109,6 +111,8 @@ class Strategy:
         """Remember a variable of this strategy (for as long as it lives)."""
         key = id(variable)
         self._variables[key] = weakref.ref(variable, lambda _: self._variables.pop(key, None))
+        if self.on_register is not None:
+            self.on_register(variable)
 
     @property
     def variables(self) -> list[Variable]:
