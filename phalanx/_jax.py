@@ -567,7 +567,7 @@ def trace_program(body: Callable[[Tracing], list[Any]], name: str, function: Any
 
 
 def known_calls(jitted: Any) -> int:
-    """How many kinds of calls of a jitted function pass through C++ alone, as far as was seen."""
+    """How many kinds of calls of a jitted function JAX has seen; those pass through C++ alone, without effects."""
     return int(jitted._cache_size())
 
 
