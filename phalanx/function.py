@@ -62,10 +62,13 @@ def run_functions_eagerly(run_eagerly: bool) -> None:
 
 
 def strict(on: bool = True) -> None:
-    """Turn what is merely suspicious into errors: tracing a function again after its first two calls.
+    """Turn what is merely suspicious into errors.
+
+    That is: tracing a function again after its first two calls, and leaving out rows of a dataset.
 
     Raises (later, where it happens):
         RetraceError: with the argument that changed, from what to what.
+        UnevenBatchError: from `distribute_dataset` with ``remainder="drop"``, when rows are left over.
 
     Example:
         >>> px.strict(True)

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from phalanx.errors import ArgumentError, ArgumentTypeError, UnevenBatchError
+from phalanx.function import is_strict
 
 if TYPE_CHECKING:
     from phalanx.distribute.strategy import Strategy
@@ -39,14 +40,12 @@ class ArrayDataset:
         if remainder not in get_args(Remainder):
             known = ", ".join(map(repr, get_args(Remainder)))
             raise ArgumentError(f"distribute_dataset: remainder must be one of {known}, got {remainder!r}.")
-        leaves, self._structure = jax.tree.flatten(source)
-        self._leaves = [_host_array(leaf) for leaf in leaves]
-        rows = {leaf.shape[0] for leaf in self._leaves}
-        if len(rows) != 1:
-            raise ArgumentError(f"distribute_dataset: the arrays must have the same number of rows, got {sorted(rows)}.")
-        (self._rows,) = rows
-        if self._rows == 0:
-            raise ArgumentError("distribute_dataset: the source is empty (0 rows).")
+        for value, label in ((mask, "mask"), (shuffle, "shuffle")):
+            if not isinstance(value, bool):
+                raise ArgumentTypeError(f"distribute_dataset: {label} must be True or False, got {value!r}.")
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or seed < 0):
+            raise ArgumentError(f"distribute_dataset: seed must be an int from 0 on, or None, got {seed!r}.")
+        self._leaves, self._structure, self._rows = _host_arrays(source)
         self._batch_size = int(batch_size)
         self._remainder = remainder
         self._mask = mask
@@ -64,6 +63,11 @@ class ArrayDataset:
         n, size, rest = self._strategy.num_replicas, self._batch_size, self._rows % self._batch_size
         if self._remainder == "pad":
             return
+        if self._remainder == "drop" and rest and is_strict():
+            raise UnevenBatchError(
+                f"distribute_dataset: remainder='drop' leaves out {rest} of {self._rows} rows, and px.strict is on. Use"
+                " remainder='pad' (with mask=True for exact means), or a batch_size that divides the rows."
+            )
         for rows in ([size] if self._rows >= size else []) + ([rest] if rest and self._remainder != "drop" else []):
             if rows % n or (self._remainder == "error" and rows == rest):
                 raise UnevenBatchError(
@@ -82,8 +86,9 @@ class ArrayDataset:
             order = np.random.default_rng([self._seed or 0, self._epoch]).permutation(self._rows)
             self._epoch += 1
         for start in range(0, len(self) * self._batch_size, self._batch_size):
-            index = slice(start, start + self._batch_size) if order is None else order[start : start + self._batch_size]
-            yield self._element(index, min(self._batch_size, self._rows - start))
+            # By numbers, which copies: on a CPU a slice would share the memory of the source, which may change.
+            stop = min(start + self._batch_size, self._rows)
+            yield self._element(np.arange(start, stop) if order is None else order[start:stop], stop - start)
 
     def _element(self, index: Any, rows: int) -> Any:
         n = self._strategy.num_replicas
@@ -106,14 +111,41 @@ def _pad(rows: np.ndarray[Any, Any], size: int) -> np.ndarray[Any, Any]:
     return np.concatenate([rows, np.zeros((missing, *rows.shape[1:]), rows.dtype)]) if missing else rows
 
 
-def _host_array(leaf: Any) -> np.ndarray[Any, Any]:
-    if isinstance(leaf, (bool, int, float, complex, str, bytes)) or not hasattr(leaf, "shape"):
-        raise ArgumentTypeError(f"distribute_dataset takes arrays or pytrees of arrays, got {type(leaf).__name__} {leaf!r:.60}.")
-    array = np.asarray(leaf)
-    if array.dtype.kind not in "biufcV":
+def _host_arrays(source: Any) -> tuple[list[np.ndarray[Any, Any]], Any, int]:
+    """The arrays of a source, how they are put together, and how many rows they have."""
+    try:
+        named, structure = jax.tree_util.tree_flatten_with_path(source)
+    except (TypeError, ValueError) as error:
+        raise ArgumentTypeError(f"distribute_dataset: JAX cannot take the source apart: {error}") from error
+    if not named:
+        raise ArgumentError(f"distribute_dataset: there is no array in the source {source!r:.60}.")
+    arrays = {f"source{jax.tree_util.keystr(path)}": leaf for path, leaf in named}
+    leaves = {name: _host_array(leaf, name) for name, leaf in arrays.items()}
+    rows = {name: leaf.shape[0] for name, leaf in leaves.items()}
+    if len(set(rows.values())) > 1:
+        found = ", ".join(f"{name} {n}" for name, n in rows.items())
+        raise ArgumentError(f"distribute_dataset: the arrays must have the same number of rows, got {found}.")
+    (n,) = set(rows.values())
+    if n == 0:
+        raise ArgumentError("distribute_dataset: the source is empty (0 rows).")
+    return list(leaves.values()), structure, n
+
+
+def _host_array(leaf: Any, name: str) -> np.ndarray[Any, Any]:
+    if isinstance(leaf, (bool, int, float, complex, str, bytes, np.generic)) or not hasattr(leaf, "shape"):
         raise ArgumentTypeError(
-            f"distribute_dataset: arrays must be numeric, got dtype {array.dtype}. Look up strings and objects on the host first."
+            f"distribute_dataset takes arrays or pytrees of arrays, and {name} is a {type(leaf).__name__}, {leaf!r:.60}."
+            " Make lists arrays with np.asarray."
+        )
+    try:
+        array = np.asarray(leaf)
+    except TypeError as error:
+        raise ArgumentTypeError(f"distribute_dataset: {name} cannot be had as a NumPy array: {error}") from error
+    if array.dtype.kind not in "biufcV" or array.dtype.fields or array.dtype == np.dtype("V"):
+        raise ArgumentTypeError(
+            f"distribute_dataset: {name} has dtype {array.dtype}; arrays must be numeric. Look up strings and objects on the"
+            " host first."
         )
     if array.ndim == 0:
-        raise ArgumentError("distribute_dataset: a 0-d array has no rows.")
+        raise ArgumentError(f"distribute_dataset: {name} is 0-d and has no rows.")
     return array
