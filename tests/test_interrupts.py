@@ -9,7 +9,6 @@ import sys
 import threading
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -20,7 +19,7 @@ PACKAGE = os.path.dirname(px.__file__)
 ONES = np.ones(2, np.float32)
 
 
-def make_step(n, also=lambda v: None):
+def make_step(n, also=lambda v: None, compiled=True):
     """Three variables that a step changes together, and the step: on n replicas, or without a strategy for 0."""
     strategy = px.Mirrored(jax.devices()[:n]) if n else None
     variables = [px.Variable(np.zeros(2, np.float32)) for _ in range(3)]
@@ -30,7 +29,12 @@ def make_step(n, also=lambda v: None):
             v.assign_add(ONES)
         return also(variables[0])
 
-    return variables, px.function((lambda: strategy.run(update)) if strategy else update)
+    def make():
+        return px.function((lambda: strategy.run(update)) if strategy else update)
+
+    step = make()
+    step()
+    return variables, step if compiled else make()
 
 
 def finished_steps(variables):
@@ -109,15 +113,15 @@ def test_an_interrupt_at_any_line_of_a_step(n, interrupt):
     total = lines_run(step)
     assert total > 20
     assert check_all(range(1, total + 1), make, interrupt) == total
-    assert 4 + 2 * total <= finished_steps(variables) <= 4 + 3 * total
+    assert 5 + 2 * total <= finished_steps(variables) <= 5 + 3 * total
 
 
 @pytest.mark.parametrize("n", [0, 2])
 def test_an_interrupt_at_the_end_of_the_compiling_call(n):
     """Where buffers are given away, in JAX's own Python code, and the new values arrive."""
-    total = lines_run(make_step(n)[1])
-    points = [*range(total - 700, total, 70), *range(total - 60, total, 6)]
-    assert check_all(points, lambda: make_step(n), by_signal) >= len(points) - 1
+    total = lines_run(make_step(n, compiled=False)[1])
+    points = range(total - 200, total, 12)
+    assert check_all(points, lambda: make_step(n, compiled=False), by_signal) >= len(points) - 1
 
 
 def test_an_interrupt_in_a_step_that_prints():
@@ -180,7 +184,7 @@ def test_a_callback_that_is_interrupted():
     interrupts = []
 
     def call_back(x):
-        if x[0] == 2 and not interrupts:
+        if x[0] == 3 and not interrupts:
             interrupts.append(x)
             raise KeyboardInterrupt
         return x
@@ -189,9 +193,9 @@ def test_a_callback_that_is_interrupted():
     step()
     with pytest.raises(BaseException, match="KeyboardInterrupt"):
         step()
-    assert finished_steps(variables) == 1
-    step()
     assert finished_steps(variables) == 2
+    step()
+    assert finished_steps(variables) == 3
 
 
 # ---- holding signals back ------------------------------------------------------------------------
