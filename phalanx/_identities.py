@@ -60,4 +60,4 @@ class _Entry(weakref.ref):  # type: ignore[type-arg]
         return entry
 
     def __init__(self, array: Any, forget: Any, note: Any) -> None:
-        super().__init__(array, forget)
+        super().__init__(array, forget)  # type: ignore[call-arg]

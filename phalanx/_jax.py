@@ -735,7 +735,7 @@ def _replace_transpose(primitive: Any, local: Callable[..., Any]) -> None:
 
     def transpose(ct: Any, x: Any, **params: Any) -> Any:
         axes = params.get("axes", params.get("axis_name"))
-        if not _local.value or type(ct) is _ad.Zero or REPLICA_AXIS not in axes:
+        if not _local.value or type(ct) is _ad.Zero or REPLICA_AXIS not in (axes or ()):
             return original(ct, x, **params)
         return local(original, ct, x, **params)
 

@@ -79,13 +79,18 @@ class Given:
         self.key = tuple(map(function_key, functions))
 
 
+def _hashes_by_identity(value: Any) -> bool:
+    method: Any = type(value).__hash__
+    return method is object.__hash__
+
+
 def static_key(value: Any, label: str) -> Hashable:
     """A key for a static value, or an error that names the argument."""
     if isinstance(value, Given):
         return value.key
     if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
         return function_key(value)
-    if isinstance(value, (Variable, Component)) or type(value).__hash__ is object.__hash__:
+    if isinstance(value, (Variable, Component)) or _hashes_by_identity(value):
         return Identity(value)
     try:
         hash(value)

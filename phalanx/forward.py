@@ -128,7 +128,7 @@ def _tangent(primal: Any, direction: Any) -> Any:
             f"ForwardAccumulator: primals and tangents must have the same shapes, got {tuple(primal.shape)} and"
             f" {tangent.shape}."
         )
-    check_kind("ForwardAccumulator: the primal", tangent.dtype, primal.dtype, "tangent")
+    check_kind("ForwardAccumulator: the primal", tangent.dtype, primal.dtype)
     return jnp.asarray(tangent, primal.dtype)
 
 

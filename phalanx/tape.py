@@ -473,7 +473,7 @@ class _Record:
 
     __slots__ = ("_again", "_linearized", "outs", "sources")
 
-    def __init__(self, linearized: Linearized, sources: list[int], outs: list[int], again: Any) -> None:
+    def __init__(self, linearized: Linearized, sources: list[int], outs: list[int], again: tuple[_jax.Operation, list[Any], tuple[bool, ...]]) -> None:
         self._linearized = linearized
         self._again = again
         self.sources = sources
@@ -481,7 +481,10 @@ class _Record:
 
     def pull(self, cotangents: list[Any], again: bool) -> list[Any]:
         """Cotangents of the sources; computed `again` from them where the tape records this very computation."""
-        return pull_again(*self._again, cotangents) if again else self._linearized.pull(cotangents)
+        if not again:
+            return self._linearized.pull(cotangents)
+        operation, args, mask = self._again
+        return pull_again(operation, args, mask, cotangents)
 
 
 def _accumulate(cotangents: dict[int, Any], number: int, ct: Any) -> None:

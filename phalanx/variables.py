@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from phalanx.errors import (
 
 Aggregation = Literal["none", "sum", "mean", "only_first_replica"]
 Synchronization = Literal["auto", "on_write", "on_read"]
-InitialValue = ArrayLike | Callable[[], ArrayLike]
+InitialValue: TypeAlias = ArrayLike | Callable[[], ArrayLike]
 
 
 class Variable:
