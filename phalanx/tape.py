@@ -468,12 +468,16 @@ class GradientTape(OpenTape):
 _numbers = itertools.count()
 
 
+Again = tuple[_jax.Operation, list[Any], tuple[bool, ...]]
+"""An operation, its arguments, and which of them are watched."""
+
+
 class _Record:
     """One operation: how cotangents of its outputs become cotangents of its watched inputs."""
 
     __slots__ = ("_again", "_linearized", "outs", "sources")
 
-    def __init__(self, linearized: Linearized, sources: list[int], outs: list[int], again: tuple[_jax.Operation, list[Any], tuple[bool, ...]]) -> None:
+    def __init__(self, linearized: Linearized, sources: list[int], outs: list[int], again: Again | None) -> None:
         self._linearized = linearized
         self._again = again
         self.sources = sources
@@ -483,6 +487,7 @@ class _Record:
         """Cotangents of the sources; computed `again` from them where the tape records this very computation."""
         if not again:
             return self._linearized.pull(cotangents)
+        assert self._again is not None, "kept by persistent tapes, which alone record this"
         operation, args, mask = self._again
         return pull_again(operation, args, mask, cotangents)
 
