@@ -77,6 +77,9 @@ class ForwardAccumulator(OpenTape):
         Args:
             target: array or pytree of arrays computed in the block.
             unconnected_gradients: ``"none"`` (None) or ``"zero"`` for what does not depend on the primals.
+
+        Raises:
+            ArgumentError: for another `unconnected_gradients`.
         """
         if unconnected_gradients not in ("none", "zero"):
             raise ArgumentError(f"unconnected_gradients must be 'none' or 'zero', got {unconnected_gradients!r}.")

@@ -52,6 +52,9 @@ class _Settings:
 def run_functions_eagerly(run_eagerly: bool) -> None:
     """Run the bodies of all traced functions as plain Python, for debugging.
 
+    Raises:
+        ArgumentTypeError: for anything but True and False.
+
     Example:
         >>> px.run_functions_eagerly(True)
         >>> px.run_functions_eagerly(False)

@@ -123,6 +123,9 @@ class GradientTape(OpenTape):
         persistent: allow several calls of `gradient`; records are kept until the tape goes.
         watch_accessed_variables: watch trainable variables when they are read.
 
+    Raises:
+        ArgumentTypeError: for options that are not True or False.
+
     Example:
         >>> w = px.Variable(3.0)
         >>> with px.GradientTape() as tape:
@@ -198,6 +201,9 @@ class GradientTape(OpenTape):
     @contextmanager
     def stop_recording(self) -> Iterator[None]:
         """Operations in the block are not recorded.
+
+        Raises:
+            TapeError: when the tape is not recording.
 
         Example:
             >>> w = px.Variable(3.0)

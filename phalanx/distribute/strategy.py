@@ -41,6 +41,10 @@ class Strategy:
     """Runs one program on several devices, with variables kept equal on all of them.
 
     Use `OneDevice`, `Mirrored` or `TPU`.
+
+    Example:
+        >>> isinstance(px.OneDevice(), px.Strategy)
+        True
     """
 
     def __init__(self, devices: Sequence[Any]) -> None:
@@ -101,7 +105,11 @@ class Strategy:
         return jax.device_put(stored, sharding)
 
     def component(self, stored: jax.Array, replica_id: int, per_replica: bool) -> jax.Array:
-        """One replica's part of a stored array, on its device."""
+        """One replica's part of a stored array, on its device.
+
+        Raises:
+            StrategyError: when the replica belongs to another process.
+        """
         for shard in stored.addressable_shards:
             if shard.device == self.devices[replica_id]:
                 return shard.data[0] if per_replica else shard.data
@@ -120,7 +128,11 @@ class Strategy:
         return [v for ref in list(self._variables.values()) if (v := ref()) is not None]
 
     def adopt(self, variable: Variable) -> None:
-        """Move a variable that was made outside every scope to this strategy."""
+        """Move a variable that was made outside every scope to this strategy.
+
+        Raises:
+            StrategyError: for a per-replica variable that the same traced function has read already.
+        """
         if variable.strategy is not None:
             return
         place = state.top().base
@@ -139,7 +151,12 @@ class Strategy:
         self.register(variable)
 
     def check_owner(self, value: PerReplica, caller: str) -> None:
-        """Raise when a per-replica value was made by another strategy."""
+        """Check that a per-replica value was made by this strategy and is whole.
+
+        Raises:
+            StrategyError: when it was made by another strategy.
+            ArgumentError: when it does not hold one part for each replica.
+        """
         if value.strategy is not self:
             raise StrategyError(f"{caller}: a PerReplica of {value.strategy!r} was given to {self!r}.")
         local = _jax.in_replica_trace() and np.shape(value.stacked)[:1] == (1,)
@@ -534,6 +551,11 @@ class TPU(Mirrored):
 
     Raises:
         DeviceError: when JAX sees no TPU.
+
+    Example:
+        >>> strategy = px.TPU() if jax.default_backend() == "tpu" else px.Mirrored()
+        >>> strategy.num_replicas == len(jax.devices())
+        True
     """
 
     def __init__(self, resolver: Any = None, single_core: bool = False) -> None:
