@@ -7,12 +7,13 @@ usual habit of defining the inner function in the loop must not compile it again
 from __future__ import annotations
 
 import collections
+import functools
 import inspect
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-from phalanx._signature import function_key
+from phalanx._signature import Given
 from phalanx.function import Function
 
 _KEPT = 64
@@ -46,21 +47,23 @@ def as_function(
     parameters: Sequence[str],
     options: Hashable = None,
     keep: EagerPrograms = _everywhere,
-) -> Function[..., Any]:
+) -> Callable[..., Any]:
     """A traced function of the remaining arguments of ``construct(*functions, *arguments, options=options)``.
 
-    `parameters` are their names, for messages.
+    `parameters` are their names, for messages. What is kept does not keep the functions alive, nor what they
+    close over.
     """
-
-    def program(*arguments: Any) -> Any:
-        chosen = {} if options is None else {"options": options}
-        return construct(*functions, *arguments, **chosen)
-
-    program.__name__ = program.__qualname__ = name
-    kind = inspect.Parameter.POSITIONAL_ONLY
-    program.__signature__ = inspect.Signature([inspect.Parameter(p, kind) for p in parameters])  # type: ignore[attr-defined]
+    given = Given(functions)
 
     def make() -> Function[..., Any]:
+        def program(given: Given, *arguments: Any) -> Any:
+            chosen = {} if options is None else {"options": options}
+            return construct(*given.functions, *arguments, **chosen)
+
+        program.__name__ = program.__qualname__ = name
+        kind = inspect.Parameter.POSITIONAL_ONLY
+        names = [inspect.Parameter(p, kind) for p in ("function", *parameters)]
+        program.__signature__ = inspect.Signature(names)  # type: ignore[attr-defined]
         return Function(program, donate=True, static_argnames=(), input_signature=None, reduce_retracing=False)
 
-    return keep.get((name, options, *map(function_key, functions)), make)
+    return functools.partial(keep.get((name, options, given.key), make), given)

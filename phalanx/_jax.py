@@ -15,6 +15,7 @@ import os
 import re
 import sys
 import sysconfig
+import threading
 import time
 import traceback
 import weakref
@@ -29,17 +30,19 @@ from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import distributed as _distributed
 from jax._src import dtypes as _dtypes
-from jax._src import linear_util as _lu
 from jax._src import mesh as _mesh
 from jax._src import traceback_util as _traceback_util
 from jax._src.interpreters import partial_eval as _pe
 from jax._src.interpreters import pxla as _pxla
+from jax._src.lax import parallel as _parallel
 from jax.extend import core as _jex
 from jax.extend import source_info_util as _source_info
 from jax.interpreters import ad as _ad
 from jax.interpreters import batching as _batching
 from jax.interpreters import mlir as _mlir
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from phalanx.errors import TapeError
 
 REPLICA_AXIS = "replica"
 """Name of the one mesh axis that Phalanx uses."""
@@ -72,7 +75,7 @@ using_trace = _jex.set_current_trace
 
 def is_eager(trace: Trace | None = None) -> bool:
     """True when operations run at once (no transformation and no tape is active)."""
-    return (trace or current_trace()) is _core.eval_trace
+    return _live(trace or current_trace()) is _core.eval_trace
 
 
 def trace_chain(trace: Trace | None = None) -> Iterator[Trace]:
@@ -138,7 +141,7 @@ class OperationTrace(_core.Trace):  # type: ignore[misc]
     """A trace that runs every operation on its parent and lets an observer watch it.
 
     The observer is asked ``wants(args)``; if so ``observe(operation, args)`` must run the operation
-    and return the list of its outputs.
+    and return the list of its outputs. Without an observer it changes nothing.
     """
 
     __slots__ = ("observer", "parent_trace")
@@ -153,28 +156,119 @@ class OperationTrace(_core.Trace):  # type: ignore[misc]
         # Without the parent's word numpy values become JAX's literal type, which few libraries take.
         return self.parent_trace.stage_value(val)
 
-    def _run(self, operation: Operation, args: list[Any]) -> list[Any]:
-        with using_trace(self.parent_trace):
-            if self.observer.wants(args):
-                return self.observer.observe(operation, args)
-            return operation(*args)
-
     def process_primitive(self, primitive: Any, tracers: Any, params: Any, /) -> Any:
-        outs = self._run(Operation(primitive, params), list(tracers))
+        observer = self.observer
+        if observer is None or not observer.wants(tracers):
+            return self.parent_trace.process_primitive(primitive, tracers, params)
+        with using_trace(self.parent_trace):
+            if primitive.name == "stop_gradient":  # the identity: its result, which nothing flows through, is a new value
+                return alias(tracers[0])
+            outs = observer.observe(Operation(primitive, params), list(tracers))
         return outs if primitive.multiple_results else outs[0]
 
     def process_call(self, primitive: Any, f: Any, tracers: Any, params: Any, /) -> Any:
-        return self._run(CustomOperation(primitive, dict(params, subfuns=(f,))), list(tracers))
+        return self._custom(primitive, (f,), tracers, params)
 
-    process_shard_map = process_call
+    def process_shard_map(self, primitive: Any, f: Any, tracers: Any, /, **params: Any) -> Any:
+        # As one finished equation, with what `f` closes over among its inputs.
+        shapes: list[Any] = []
+
+        def staged(tracing: Tracing) -> list[Any]:
+            inputs = [tracing.input(_core.typeof(x)) for x in tracers]
+            outs = CustomOperation(primitive, (f,), params).bind(*inputs)
+            shapes.append(outs)
+            return list(outs)
+
+        with using_trace(self.parent_trace):
+            program = trace_program(staged, "shard_map", f)
+        args = [*(tracers[i] for i in program.used), *program.constants]
+        return shapes[0].update(self.process_primitive(*program.equation(args)))
 
     def process_custom_jvp_call(self, primitive: Any, fun: Any, jvp: Any, tracers: Any, /, **params: Any) -> Any:
-        return self._run(CustomJvpOperation(primitive, dict(params, subfuns=(fun, jvp))), list(tracers))
+        return self._custom(primitive, (fun, jvp), tracers, params)
 
     def process_custom_vjp_call(
         self, primitive: Any, fun: Any, fwd: Any, bwd: Any, tracers: Any, /, **params: Any
     ) -> Any:
-        return self._run(CustomVjpOperation(primitive, dict(params, subfuns=(fun, fwd, bwd))), list(tracers))
+        return self._custom(primitive, (fun, fwd, bwd), tracers, params)
+
+    def _custom(self, primitive: Any, functions: tuple[Any, ...], tracers: Any, params: dict[str, Any]) -> Any:
+        observer, args = self.observer, list(tracers)
+        if observer is not None:
+            check = _NoClosures(observer, functions[0], args)
+            functions = tuple(f.wrap(_checked, (check,), None) for f in functions)
+        operation = CustomOperation(primitive, functions, params)
+        with using_trace(self.parent_trace):
+            if observer is not None and observer.wants(args):
+                return observer.observe(operation, args)
+            return operation(*args)
+
+
+def _checked(f: Any, check: _NoClosures, *args: Any) -> Any:
+    with using_trace(OperationTrace(current_trace(), check.given(args))):
+        return f(*args)
+
+
+class _ThreadTraces(threading.local):
+    def __init__(self) -> None:
+        self.eager: list[OperationTrace] = []
+        """One trace for each depth of observers in eager code."""
+
+
+_thread_traces = _ThreadTraces()
+
+
+def observe_operations(observer: Any) -> OperationTrace:
+    """Put a trace with this observer on top of the current one.
+
+    JAX makes the current trace part of its cache keys. So in eager code the same few objects are used
+    again and again: a new one each time would add entries to JAX's caches and never find them.
+    """
+    close_traces()
+    parent, chain = current_trace(), _thread_traces.eager
+    if not is_eager(parent) and parent not in chain:
+        trace = OperationTrace(parent, observer)
+    else:
+        depth = 0 if is_eager(parent) else chain.index(parent) + 1
+        if depth == len(chain):
+            chain.append(OperationTrace(parent, None))
+        trace = chain[depth] if chain[depth].observer is None else OperationTrace(parent, None)
+        trace.observer = observer
+    set_trace(trace)
+    return trace
+
+
+def close_traces() -> None:
+    """Take traces that have lost their observer off the top."""
+    set_trace(_live(current_trace()))
+
+
+def _live(trace: Trace) -> Trace:
+    while isinstance(trace, OperationTrace) and trace.observer is None:
+        trace = trace.parent_trace
+    return trace
+
+
+class _NoClosures:
+    """Refuses what JAX's custom rules cannot see: watched values that their functions close over."""
+
+    def __init__(self, observer: Any, fun: Any, args: Sequence[Any]) -> None:
+        self._observer = observer
+        self._fun = fun
+        self._given = args
+
+    def given(self, args: Sequence[Any]) -> _NoClosures:
+        """The check for a call with these arguments."""
+        return _NoClosures(self._observer, self._fun, [*self._given, *args])
+
+    def wants(self, args: Sequence[Any]) -> bool:
+        if self._observer.wants([x for x in args if not any(x is given for given in self._given)]):
+            raise TapeError(
+                f"{getattr(self._fun, '__name__', 'a function')} at {user_line()} has a derivative of its own"
+                " (jax.custom_jvp or jax.custom_vjp), which is about its arguments only; but it uses a watched value"
+                " that it closes over: a variable, or something computed from one. Pass it as an argument."
+            )
+        return False
 
 
 class Operation:
@@ -190,30 +284,20 @@ class Operation:
         outs = self.primitive.bind(*args, **self.params)
         return list(outs) if self.primitive.multiple_results else [outs]
 
-    def lifted(self, *args: Any) -> list[Any]:
-        """The operation on arguments some of which vary although it was made for invariant ones."""
-        if self.primitive.name not in ("jit", "pjit"):
-            return self(*_alike(args) if len(args) > 1 else args)
-        closed = self.params["jaxpr"]
-        made_for = [v.aval for v in closed.jaxpr.invars]
-        same = all(aval_varies(a) == varies(x) for a, x in zip(made_for, args))
-        if same and not _has(closed.jaxpr, frozenset((_CUSTOM_VJP,))):
-            return self(*args)
-        return _replay_lifted(closed, args)
-
-    @property
-    def is_lift(self) -> bool:
-        """True for JAX's cast from invariant to varying: the identity on values."""
-        return self.primitive.name in ("pvary", "pcast")
-
     def key(self) -> Hashable | None:
-        """Equal for operations that compute the same; None when the parameters do not hash."""
-        key = (self.primitive, tuple(self.params.items()))
+        """Equal for operations that compute the same, without keeping jaxprs alive; None when there is none."""
+        key = (self.primitive, tuple((name, _without_jaxprs(value)) for name, value in self.params.items()))
         try:
             hash(key)
         except TypeError:
             return None
         return key
+
+    @staticmethod
+    def of(key: Any) -> Operation:
+        """The operation with this key, for as long as somebody else keeps its jaxprs."""
+        primitive, params = key
+        return Operation(primitive, {name: _with_jaxprs(value) for name, value in params})
 
 
 class CustomOperation(Operation):
@@ -221,84 +305,94 @@ class CustomOperation(Operation):
 
     __slots__ = ()
 
+    def __init__(self, primitive: Any, functions: tuple[Any, ...], params: dict[str, Any]) -> None:
+        super().__init__(primitive, dict(params, subfuns=functions))
+
     def __call__(self, *args: Any) -> list[Any]:
+        return list(self.bind(*args))
+
+    def bind(self, *args: Any) -> Any:
+        """Outputs in the container that JAX's caller expects."""
+        for function in self.params["subfuns"]:
+            for store in filter(None, getattr(function, "stores", ())):
+                store.reset()  # JAX takes note of which of function and rule ran, and refuses notes of two runs
         trace = current_trace()
         with _jex.take_current_trace():
             avals = tuple(_core.typeof(x) for x in args)
-            return list(self.primitive.bind_with_trace(trace, tuple(args), avals, dict(self.params)))
-
-    def lifted(self, *args: Any) -> list[Any]:
-        return self(*args)
-
-    @property
-    def is_lift(self) -> bool:
-        return False
+            return self.primitive.bind_with_trace(trace, tuple(args), avals, dict(self.params))
 
     def key(self) -> Hashable | None:
         return None
 
 
-class CustomJvpOperation(CustomOperation):
-    """A custom_jvp: JAX takes note of which of function and rule ran, and of the types that they got."""
+_Jaxpr = (_core.Jaxpr, _jex.ClosedJaxpr)
 
+
+class _Reference(weakref.ref):  # type: ignore[type-arg]
     __slots__ = ()
 
-    def __call__(self, *args: Any) -> list[Any]:
-        for subfun in self.params["subfuns"]:
-            for store in filter(None, subfun.stores):
-                store.reset()  # the last run counts; JAX refuses notes of two
-        return super().__call__(*args)
+
+def zero_outputs(pullback: Any) -> list[bool]:
+    """Which outputs of the function that `jax.vjp` differentiated have no derivative but zero."""
+    return list(pullback.fun.args[1])
 
 
-_CUSTOM_VJP = "custom_vjp_call"
+def reaches(operation: Operation, args: Sequence[Any], mask: Sequence[bool]) -> list[bool]:
+    """Which outputs of the operation are computed from arguments that `mask` marks."""
+    closed = jax.make_jaxpr(operation)(*args)
+    jaxpr = getattr(closed, "jaxpr", closed)
+    found = []
+    for out in jaxpr.outvars:
+        _, used = _pe.dce_jaxpr(jaxpr, [other is out for other in jaxpr.outvars])
+        found.append(any(u and m for u, m in zip(used[-len(args) :], mask)))
+    return found
 
 
-class CustomVjpOperation(CustomOperation):
-    """A custom_vjp: its rule must give cotangents of the arguments' types, which knows the call only."""
-
-    __slots__ = ()
-
-    def lifted(self, *args: Any) -> list[Any]:
-        fun, fwd, bwd = self.params["subfuns"]
-        return CustomOperation(self.primitive, dict(self.params, subfuns=(fun, fwd, _lifted_rule(bwd))))(*args)
+def _without_jaxprs(value: Any) -> Any:
+    if isinstance(value, _Jaxpr):
+        return _Reference(value)
+    if isinstance(value, tuple):
+        return (type(value), *map(_without_jaxprs, value))
+    return value
 
 
-def _lifted_rule(bwd: Any) -> Any:
-    """The backward rule of a custom_vjp for arguments that all vary; it gives cotangents that do."""
-    rule = _lu.wrap_init(bwd.f, debug_info=bwd.debug_info)
-    for transform, arguments in reversed(bwd.transforms):
-        if arguments and isinstance(arguments[0], jax.tree_util.PyTreeDef):  # JAX's check against the arguments' types
-            tree, avals, *options = arguments
-            varying = tuple(local_aval(a.shape, a.dtype, weak_type=a.weak_type, varying=True) for a in avals)
-            rule, arguments = rule.wrap(_lift_results, (), None), (tree, varying, *options)
-        rule = rule.wrap(transform, arguments, None)
-    return rule
+def _with_jaxprs(value: Any) -> Any:
+    if isinstance(value, _Reference):
+        return value()
+    if isinstance(value, tuple):
+        make, *items = value
+        items = list(map(_with_jaxprs, items))
+        return make(*items) if hasattr(make, "_fields") else make(items)
+    return value
 
 
-def _lift_results(rule: Callable[..., Any], *args: Any) -> Any:
-    return jax.tree.map(lambda ct: lift(ct) if isinstance(ct, jax.Array) else ct, rule(*args))
+class OperationCache:
+    """What was made for operations, by their keys; let go when the jaxpr of one is."""
+
+    def __init__(self, make: Callable[..., Any], size: int = 4096) -> None:
+        self._make = make
+        self._size = size
+        self._entries: dict[Hashable, tuple[Any, list[Any]]] = {}
+
+    def get(self, key: Any, *rest: Hashable) -> Any:
+        """``make(key, *rest)``, made once."""
+        full = (key, *rest)
+        entry = self._entries.get(full)
+        if entry is None:
+            entries = self._entries
+            refs = [weakref.ref(ref(), lambda _: entries.pop(full, None)) for ref in _references(key)]
+            entry = self._entries[full] = (self._make(key, *rest), refs)
+            while len(self._entries) > self._size:
+                self._entries.pop(next(iter(self._entries)), None)
+        return entry[0]
 
 
-def _alike(args: Sequence[Any]) -> list[Any]:
-    return [lift(x) for x in args] if any(map(varies, args)) else list(args)
-
-
-def _replay_lifted(closed: Any, args: Sequence[Any]) -> list[Any]:
-    """Run a jaxpr whose types say 'invariant' on values that vary."""
-    values: dict[Any, Any] = dict(zip(closed.jaxpr.invars, args))
-    constvars = list(getattr(closed, "constvars", ())) or list(closed.jaxpr.constvars)
-    values.update(zip(constvars, closed.consts))
-
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, _jex.Literal) else values[atom]
-
-    for equation in closed.jaxpr.eqns:
-        inputs = [read(atom) for atom in equation.invars]
-        kind = CustomVjpOperation if equation.primitive.name == _CUSTOM_VJP else Operation
-        operation = kind(equation.primitive, equation.primitive.get_bind_params(equation.params))
-        outs = inputs if operation.is_lift and varies(inputs[0]) else operation.lifted(*inputs)
-        values.update(zip(equation.outvars, outs))
-    return [read(atom) for atom in closed.jaxpr.outvars]
+def _references(key: Any) -> Iterator[Any]:
+    if isinstance(key, _Reference):
+        yield key
+    elif isinstance(key, tuple):
+        for item in key:
+            yield from _references(item)
 
 
 # ---- identity and aliases ------------------------------------------------------------------------
@@ -388,15 +482,34 @@ class Program:
         """Types of the outputs."""
         return [v.aval for v in self.jaxpr.jaxpr.outvars]
 
-    def bind(self, *args: Any) -> list[Any]:
-        """One jit equation in the current trace (or one compiled call when eager)."""
+    def equation(self, args: Sequence[Any]) -> tuple[Any, Sequence[Any], dict[str, Any]]:
+        """Primitive, arguments and parameters of a jit equation that calls the program."""
         n_in, n_out = len(self.jaxpr.jaxpr.invars), len(self.jaxpr.jaxpr.outvars)
         primitive, params = _jit_template(n_in, n_out, jax.sharding.get_abstract_mesh())
-        return list(primitive.bind(*args, **dict(params, jaxpr=self.jaxpr, name=self.name)))
+        return primitive, args, dict(params, jaxpr=self.jaxpr, name=self.name)
+
+    def bind(self, *args: Any) -> list[Any]:
+        """One jit equation in the current trace (or one compiled call when eager)."""
+        primitive, _, params = self.equation(args)
+        return list(primitive.bind(*args, **params))
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         """`bind` with the values of all inputs that were asked for while tracing."""
         return self.bind(*[inputs[i] for i in self.used], *self.constants)
+
+    def only(self, outputs: slice) -> Program:
+        """The part that computes some of the outputs, without side effects."""
+        outvars = self.jaxpr.jaxpr.outvars[outputs]
+        needed = {v for v in outvars if not is_literal(v)}
+        equations = []
+        for equation in reversed(self.jaxpr.jaxpr.eqns):
+            if needed.intersection(equation.outvars):
+                equations.append(equation)
+                needed.update(v for v in equation.invars if not is_literal(v))
+        debug = self.jaxpr.jaxpr.debug_info.with_unknown_names()
+        effects = set().union(*(e.effects for e in equations))
+        jaxpr = self.jaxpr.jaxpr.replace(outvars=outvars, eqns=equations[::-1], effects=effects, debug_info=debug)
+        return Program(self.name, _jex.ClosedJaxpr(jaxpr, []), self.used, self.constants)
 
     def without_constants(self) -> Program:
         """The same for other constants of these types, which `bind` is given."""
@@ -422,11 +535,11 @@ def _jit_template(n_in: int, n_out: int, mesh: Any) -> tuple[Any, dict[str, Any]
     return equation.primitive, dict(equation.params)
 
 
-def trace_program(body: Callable[[Tracing], list[Any]], name: str) -> Program:
+def trace_program(body: Callable[[Tracing], list[Any]], name: str, function: Any) -> Program:
     """Run `body` once under a new staging trace and return what it computed as a program.
 
-    Inputs are equations of a primitive that has none of its own; taking them out of the program
-    afterwards is what allows finding captures in the one and only run of the body.
+    `function` is the user's, for JAX's messages. Inputs are equations of a primitive that has none of its own;
+    taking them out of the program afterwards is what allows finding captures in the one and only run of the body.
     """
 
     def nullary() -> list[Any]:
@@ -436,6 +549,9 @@ def trace_program(body: Callable[[Tracing], list[Any]], name: str) -> Program:
         finally:
             _ended.add(tracing.trace)
 
+    while isinstance(function, functools.partial):
+        function = function.func
+    nullary.__wrapped__ = function  # type: ignore[attr-defined]
     closed = jax.make_jaxpr(nullary)()
     constvars = list(getattr(closed, "constvars", ())) or list(closed.jaxpr.constvars)
     found: dict[int, Any] = {}
@@ -454,7 +570,7 @@ def trace_program(body: Callable[[Tracing], list[Any]], name: str) -> Program:
 
 
 def known_calls(jitted: Any) -> int:
-    """How many kinds of calls of a jitted function pass through C++ alone, as far as was seen."""
+    """How many kinds of calls of a jitted function JAX has seen; those pass through C++ alone, without effects."""
     return int(jitted._cache_size())
 
 
@@ -480,6 +596,13 @@ def aval_varies(aval: Any) -> bool:
 def lift(value: Any) -> Any:
     """`value` typed as varying, so that gradients with respect to it stay local to the replica."""
     return value if varies(value) else jax.lax.pcast(value, REPLICA_AXIS, to="varying")
+
+
+def typed_as(aval: Any, value: Any) -> Any:
+    """`value` typed as varying or not, as `aval` is, whatever it is in truth: see `local_gradients`."""
+    if aval_varies(aval):
+        return lift(value)
+    return _typed_invariant_p.bind(value) if varies(value) else value
 
 
 def all_gather(value: Any, axis: int, *, stacked: bool) -> Any:
@@ -566,6 +689,73 @@ def is_literal(atom: Any) -> bool:
 def line_of(equation: Any) -> str:
     """'file.py:12' of the user's line that an operation comes from."""
     return re.sub(r"(:\d+):\d+ \(.*\)$", r"\1", _source_info.summarize(equation.source_info))
+
+
+# ---- gradients local to a replica ----------------------------------------------------------------
+
+_local = jax.make_user_context(False)
+
+
+@contextlib.contextmanager
+def local_gradients() -> Iterator[None]:
+    """What JAX transposes in the block are gradients of this replica's own target.
+
+    JAX differentiates the sum over the replicas. To the gradient with respect to a value that is the same on all
+    of them it adds up what each replica says, where the value is cast to varying; and what is said about an
+    all-reduced value it takes for the same everywhere. A tape in a replica wants neither. The transposes of these
+    casts and reductions are therefore replaced: after a cast the cotangent is typed as invariant, as JAX's rules
+    want it, but stays the replica's own; before a reduction the cotangents of all replicas are added up, since a
+    replica's value enters the targets of all of them. Rules of `jax.custom_vjp`, written for one device, may give a
+    varying cotangent for an invariant argument, which JAX's checks would refuse.
+    """
+    with _local(True), _config.disable_bwd_checks(True):
+        yield
+
+
+def _typed_invariant_jvp(primals: Any, tangents: Any) -> Any:
+    if not _local.value:
+        raise TapeError(
+            "The gradient that a tape in a replica took, with respect to an array that is the same on all replicas, is"
+            " differentiated again by something outside that replica's tapes (jax.grad, or a tape around strategy.run)."
+            " Use a px.Variable instead of the array, or a second px.GradientTape in the replica."
+        )
+    return _typed_invariant_linear(primals, tangents)
+
+
+_typed_invariant_p = _jex.Primitive("phalanx_typed_invariant")
+_typed_invariant_p.def_abstract_eval(
+    lambda aval: local_aval(aval.shape, aval.dtype, weak_type=aval.weak_type, varying=False)
+)
+_ad.deflinear(_typed_invariant_p, lambda ct: [lift(ct)])
+_typed_invariant_linear = _ad.primitive_jvps[_typed_invariant_p]
+_ad.primitive_jvps[_typed_invariant_p] = _typed_invariant_jvp
+_batching.defvectorized(_typed_invariant_p)
+_mlir.register_lowering(_typed_invariant_p, lambda ctx, x: [x])
+
+
+def _replace_transpose(primitive: Any, local: Callable[..., Any]) -> None:
+    original = _ad.primitive_transposes[primitive]
+
+    def transpose(ct: Any, x: Any, **params: Any) -> Any:
+        axes = params.get("axes", params.get("axis_name"))
+        if not _local.value or type(ct) is _ad.Zero or REPLICA_AXIS not in (axes or ()):
+            return original(ct, x, **params)
+        return local(original, ct, x, **params)
+
+    _ad.primitive_transposes[primitive] = transpose
+
+
+def _transpose_lift(original: Any, ct: Any, x: Any, **params: Any) -> Any:
+    return [_typed_invariant_p.bind(ct)]
+
+
+def _transpose_reduction(original: Any, ct: Any, x: Any, **params: Any) -> Any:
+    return original(jax.lax.psum(lift(ct), REPLICA_AXIS), x, **params)
+
+
+_replace_transpose(_core.pvary_p, _transpose_lift)
+_replace_transpose(_parallel.psum_invariant_p, _transpose_reduction)
+_replace_transpose(_parallel.all_gather_invariant_p, _transpose_reduction)
 
 
 # ---- devices -------------------------------------------------------------------------------------

@@ -39,6 +39,8 @@ class Compiled:
         self.signature = _signature(traced, donate)
         self.calls_back = _jax.has_callback(program.jaxpr)
         """Whether it calls Python functions. They may raise, so nothing is given away and the end is waited for."""
+        self.has_effects = bool(program.jaxpr.effects)
+        """Whether it prints, say; JAX passes the calls of such programs through Python."""
         given_away = set(traced.written) if donate and not self.calls_back else set()
         captured = [i - traced.n_args for i in program.used if i >= traced.n_args]
         self.args = [i for i in program.used if i < traced.n_args]
@@ -135,7 +137,7 @@ class Launch:
         except BaseException:
             commit()
             raise
-        self._all_in_c = 0 < known == _jax.known_calls(run)
+        self._all_in_c = not self._compiled.has_effects and 0 < known == _jax.known_calls(run)
 
     def _commit(self, outs: list[Any], written: list[Variable], owned: bool) -> None:
         if not outs:

@@ -1,19 +1,16 @@
 """One operation with its derivative: what a tape does at each step.
 
-`linearize` runs an operation forward and keeps JAX's pullback of it. Where the parameters hash, the
-forward step and the pullback are compiled once per (operation, shapes) and reused, in eager code as
-well as while tracing, where they cost one equation each.
-
-In a replica every watched input is typed as varying before it is linearized. Otherwise JAX would
-give the gradient summed over the replicas for inputs that are the same on all of them, and a later
-all-reduce would count it N times. Variables are lifted when they are read; what is lifted here are
-arrays that the user watched.
+`linearize` runs an operation forward and keeps JAX's pullback of it; `push_forward` carries tangents
+along. Where the parameters hash, both are compiled once per (operation, shapes) and used again, in
+eager code as well as while tracing, where they cost one equation each.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -22,114 +19,262 @@ import jax.numpy as jnp
 from phalanx import _jax
 from phalanx.errors import TapeError
 
+Mask = tuple[bool, ...]
+"""Which arguments of an operation are watched."""
+
 
 class Linearized:
     """Outputs of an operation and the way back.
 
-    `differentiable` are the positions of the outputs that cotangents can come from; `pull` takes one
-    cotangent (or None) for each of them and gives one for each watched input.
+    `connected` are the positions of the outputs that gradients can come from; `pull` takes one cotangent
+    (or None) for each of them and gives one for each watched input.
     """
 
-    __slots__ = ("_expects", "_pullback", "differentiable", "outs")
+    __slots__ = ("_pull", "connected", "outs")
 
-    def __init__(self, outs: list[Any], differentiable: list[int], expects: list[Any], pullback: Any) -> None:
+    def __init__(self, outs: list[Any], connected: list[int], pull: Callable[[list[Any]], Any] | str) -> None:
         self.outs = outs
-        self.differentiable = differentiable
-        self._expects = expects
-        self._pullback = pullback
+        self.connected = connected
+        self._pull = pull
 
     def pull(self, cotangents: list[Any]) -> list[Any]:
         """Cotangents of the watched inputs."""
-        if isinstance(self._pullback, Exception):
-            raise _no_reverse_mode(self._pullback) from self._pullback
-        cts = [_as_expected(ct, expected) for ct, expected in zip(cotangents, self._expects)]
-        try:
-            return list(_pull(self._pullback, cts))
-        except (ValueError, NotImplementedError, TypeError) as error:
-            raise _no_reverse_mode(error) from error
+        if isinstance(self._pull, str):
+            raise _no_reverse_mode(self._pull)
+        with _rules():
+            return list(self._pull(cotangents))
 
 
-def linearize(operation: _jax.Operation, args: list[Any], mask: tuple[bool, ...]) -> Linearized:
+def linearize(operation: _jax.Operation, args: list[Any], mask: Mask) -> Linearized:
     """Run the operation on `args`, keeping the derivative with respect to those that `mask` marks."""
-    replicated = _jax.in_replica_trace()
     key = operation.key()
-    if operation.is_lift:
-        forward = functools.partial(_forward_lift, operation)
-    elif key is None:
-        forward = functools.partial(_forward, operation, mask, replicated)
-    else:
-        forward = _cached_forward(key, mask, replicated)
     try:
-        outs, pullback, expects = forward(*args)
-    except Exception as error:  # no reverse mode here: that matters only if a gradient comes this way
-        outs, pullback, expects = operation(*args), error, None
-    differentiable = [i for i, out in enumerate(outs) if jnp.issubdtype(out.dtype, jnp.inexact)]
-    if expects is None:
-        expects = [outs[i] for i in differentiable]
-    types = [jax.typeof(e) for e in expects]
-    return Linearized(list(outs), differentiable, types, pullback)
+        with _rules():
+            if key is None:
+                outs, pull = _vjp(operation, args, mask)
+                return Linearized(outs, pull.connected, pull)
+            outs, residuals = _forwards.get(key, mask)(*args)
+            return Linearized(outs, residuals.connected, residuals.pull(args, outs))
+    except TapeError:
+        raise
+    except Exception as error:  # there is no derivative: that matters only if a gradient comes this way
+        reason = str(error)
+    outs = operation(*args)
+    return Linearized(outs, _inexact_positions(outs), reason)
 
 
-@functools.lru_cache(maxsize=8192)
-def _cached_forward(key: Hashable, mask: tuple[bool, ...], replicated: bool) -> Any:
-    primitive, items = key  # type: ignore[misc]
-    return jax.jit(functools.partial(_forward, _jax.Operation(primitive, dict(items)), mask, replicated))
+def pull_again(operation: _jax.Operation, args: list[Any], mask: Mask, cotangents: list[Any]) -> list[Any]:
+    """Cotangents of the watched inputs, as a computation on `args` that can itself be recorded."""
+    key = operation.key()
+    with _rules():
+        pull = _pull_from(operation, mask) if key is None else _backwards.get(key, mask)
+        return list(pull(args, cotangents))
 
 
-def _forward(
-    operation: _jax.Operation, mask: tuple[bool, ...], replicated: bool, *args: Any
-) -> tuple[list[Any], Any, Any]:
-    def linearized(run: Any, watched: list[Any]) -> tuple[Any, Any, Any]:
-        def differentiated(*watched: Any) -> tuple[list[Any], list[Any]]:
-            rest = iter(watched)
-            outs = run(*[next(rest) if m else x for m, x in zip(mask, args)])
-            return [o for o in outs if jnp.issubdtype(o.dtype, jnp.inexact)], outs
-
-        return jax.vjp(differentiated, *watched, has_aux=True)
-
-    watched = [x for m, x in zip(mask, args) if m]
-    if not replicated:
-        _, pullback, outs = linearized(operation, watched)
-        return outs, pullback, None
-    linear, pullback, outs = linearized(operation.lifted, [_jax.lift(x) for x in watched])
-    if any(_jax.varies(x) for x in args):
-        return outs, pullback, None
-    # All inputs are provably equal, so the outputs are too: lifting must not lose that. XLA merges the two
-    # computations. Both are derived: JAX lets a custom_jvp or custom_vjp take one way only, by its rule or without.
-    _, _, outs = linearized(operation, watched)
-    return outs, pullback, linear
+def push_forward(
+    operation: _jax.Operation, args: list[Any], mask: Mask, tangents: list[Any]
+) -> tuple[list[Any], list[Any]]:
+    """Outputs of the operation, and for each the tangent, or None where it does not depend on watched inputs."""
+    key = operation.key()
+    with _rules():
+        push = _push(operation, mask) if key is None else _pushes.get(key, mask)
+        return push(args, tangents)  # type: ignore[no-any-return]
 
 
-def _forward_lift(operation: _jax.Operation, x: Any) -> tuple[list[Any], Any, Any]:
-    return operation(x), None, None
+@contextmanager
+def _rules() -> Iterator[None]:
+    """JAX's rules as a tape wants them here, and its refusals in words that help."""
+    try:
+        with _jax.local_gradients() if _jax.in_replica_trace() else nullcontext():
+            yield
+    except (ValueError, NotImplementedError) as error:
+        if not isinstance(error, NotImplementedError) and "everse-mode" not in str(error):
+            raise
+        raise _no_reverse_mode(str(error)) from error
 
 
-@jax.jit
-def _pull_compiled(pullback: Any, cotangents: list[Any]) -> Any:
-    return pullback(cotangents)
+def _vjp(operation: _jax.Operation, args: Sequence[Any], mask: Mask) -> tuple[list[Any], _Pull]:
+    watched = _watched(args, mask)
+    _, pullback, outs = jax.vjp(_of_watched(operation, args, mask), *watched, has_aux=True)
+    inexact, zero = _inexact_positions(outs), _jax.zero_outputs(pullback)
+    if len(outs) > 1 and any(zero) and operation.key() is not None:
+        # An output that is computed from nothing watched is a constant, one whose derivative is zero is not.
+        reached = _jax.reaches(operation, args, mask)
+        connected = [i for i, z in zip(inexact, zero) if reached[i] or not z]
+    else:
+        connected = inexact
+    places = [connected.index(i) if i in connected else None for i in inexact]
+    types = [jax.typeof(x) for x in watched], [jax.typeof(outs[i]) for i in inexact]
+    return outs, _Pull(pullback, *types, places, connected)
 
 
-def _pull(pullback: Any, cotangents: list[Any]) -> Any:
-    return cotangents if pullback is None else _pull_compiled(pullback, cotangents)
+def _pull_from(operation: _jax.Operation, mask: Mask) -> Callable[[list[Any], list[Any]], Any]:
+    return lambda args, cotangents: _vjp(operation, args, mask)[1](cotangents)
 
 
-def _as_expected(ct: Any, expected: Any) -> Any:
-    """A cotangent of the type that JAX's pullback asks for."""
-    varying = _jax.aval_varies(expected)
-    if ct is None:
-        ct = jnp.zeros(expected.shape, expected.dtype)
-    if varying and not _jax.varies(ct):
-        return _jax.lift(ct)
-    if not varying and _jax.varies(ct):
-        # An all-reduced value: what every replica's target says about it counts (peer: tape_through_all_reduce).
-        return jax.lax.psum(ct, _jax.REPLICA_AXIS)
-    return ct
+def _push(operation: _jax.Operation, mask: Mask) -> Callable[[list[Any], list[Any]], Any]:
+    def push(args: list[Any], tangents: list[Any]) -> tuple[list[Any], list[Any]]:
+        run, primals = _of_watched(operation, args, mask), _watched(args, mask)
+        tangents = [_jax.typed_as(jax.typeof(x), t) for x, t in zip(primals, tangents)]
+        _, derivatives, outs = jax.jvp(run, primals, tangents, has_aux=True)
+        found = dict(zip(_inexact_positions(outs), derivatives))
+        return outs, [found.get(i) for i in range(len(outs))]
+
+    return push
 
 
-def _no_reverse_mode(error: Exception) -> TapeError:
-    reason = str(error).partition("\n")[0][:300]
+def _push_precisely(operation: _jax.Operation, mask: Mask) -> Callable[[list[Any], list[Any]], Any]:
+    """`_push` that gives no tangents to outputs which are computed from nothing watched."""
+
+    def push(args: list[Any], tangents: list[Any]) -> tuple[list[Any], list[Any]]:
+        outs, derivatives = _push(operation, mask)(args, tangents)
+        depend: list[int] = []
+
+        def learn(args: list[Any]) -> tuple[()]:
+            depend.extend(_vjp(operation, args, mask)[1].connected)
+            return ()
+
+        jax.eval_shape(learn, args)
+        return outs, [d if i in depend else None for i, d in enumerate(derivatives)]
+
+    return push
+
+
+def _of_watched(operation: _jax.Operation, args: Sequence[Any], mask: Mask) -> Any:
+    def run(*watched: Any) -> tuple[list[Any], list[Any]]:
+        rest = iter(watched)
+        outs = operation(*[next(rest) if m else x for m, x in zip(mask, args)])
+        return [outs[i] for i in _inexact_positions(outs)], outs
+
+    return run
+
+
+@dataclass(frozen=True)
+class _Pull:
+    """JAX's pullback, for cotangents of the connected outputs, some of them None."""
+
+    pullback: Any
+    in_types: list[Any]
+    out_types: list[Any]
+    places: list[int | None]
+    """Where the cotangent of each differentiable output stands among those of the connected ones."""
+    connected: list[int]
+
+    def __call__(self, cotangents: list[Any]) -> list[Any]:
+        found = [None if place is None else cotangents[place] for place in self.places]
+        full = [_zeros(t) if ct is None else ct for ct, t in zip(found, self.out_types)]
+        return [_checked(t, ct) for ct, t in zip(self.pullback(full), self.in_types)]
+
+
+# ---- compiled once -------------------------------------------------------------------------------
+
+
+class _Recipe:
+    """How to pull cotangents back, given the residuals of one forward step."""
+
+    def __init__(self, pull: _Pull, structure: Any, places: list[tuple[str, int]]) -> None:
+        bare = replace(pull, pullback=None)
+
+        def run(residuals: list[Any], cotangents: list[Any]) -> Any:
+            return replace(bare, pullback=jax.tree.unflatten(structure, residuals))(cotangents)
+
+        self.connected = pull.connected
+        self._run = jax.jit(run)
+        self._places = places
+
+    def pull(self, new: list[Any], args: Sequence[Any], outs: list[Any]) -> Callable[[list[Any]], Any]:
+        found = {"argument": args, "output": outs, "new": new}
+        return functools.partial(self._run, [found[kind][i] for kind, i in self._places])
+
+
+@jax.tree_util.register_pytree_node_class
+class _Residuals:
+    """What a forward step keeps for the way back.
+
+    Residuals that are arguments or outputs of the step are not among the results of its program, which
+    would copy them.
+    """
+
+    def __init__(self, new: list[Any], recipe: _Recipe) -> None:
+        self._new = new
+        self._recipe = recipe
+
+    @classmethod
+    def of(cls, pull: _Pull, args: Sequence[Any], outs: list[Any]) -> _Residuals:
+        """Called while the forward step is traced: values are told apart by identity."""
+        places = {id(x): ("output", i) for i, x in enumerate(outs)}
+        places |= {id(x): ("argument", i) for i, x in enumerate(args)}
+        new: list[Any] = []
+        leaves, structure = jax.tree.flatten(pull.pullback)
+        for leaf in leaves:
+            if id(leaf) not in places:
+                places[id(leaf)] = ("new", len(new))
+                new.append(leaf)
+        return cls(new, _Recipe(pull, structure, [places[id(leaf)] for leaf in leaves]))
+
+    def pull(self, args: Sequence[Any], outs: list[Any]) -> Callable[[list[Any]], Any]:
+        """The way back, for the arguments and outputs of this step."""
+        return self._recipe.pull(self._new, args, outs)
+
+    @property
+    def connected(self) -> list[int]:
+        """Positions of the outputs that gradients can come from."""
+        return self._recipe.connected
+
+    def tree_flatten(self) -> tuple[list[Any], _Recipe]:
+        """For JAX."""
+        return self._new, self._recipe
+
+    @classmethod
+    def tree_unflatten(cls, recipe: _Recipe, new: Any) -> _Residuals:
+        """For JAX."""
+        return cls(new, recipe)
+
+
+def _forward(operation: _jax.Operation, mask: Mask) -> Callable[..., Any]:
+    def forward(*args: Any) -> tuple[list[Any], _Residuals]:
+        outs, pull = _vjp(operation, args, mask)
+        return outs, _Residuals.of(pull, args, outs)
+
+    return forward
+
+
+def _compiled(make: Callable[[_jax.Operation, Mask], Callable[..., Any]]) -> _jax.OperationCache:
+    def compiled(key: Any, mask: Mask) -> Any:
+        # The operation is put together when it is traced: kept, it would keep its jaxpr alive.
+        return jax.jit(lambda *inputs: make(_jax.Operation.of(key), mask)(*inputs))
+
+    return _jax.OperationCache(compiled)
+
+
+_forwards, _backwards, _pushes = _compiled(_forward), _compiled(_pull_from), _compiled(_push_precisely)
+
+
+def _watched(args: Sequence[Any], mask: Mask) -> list[Any]:
+    return [x for x, watched in zip(args, mask) if watched]
+
+
+def _inexact_positions(values: list[Any]) -> list[int]:
+    return [i for i, value in enumerate(values) if jnp.issubdtype(value.dtype, jnp.inexact)]
+
+
+def _zeros(aval: Any) -> Any:
+    return _jax.typed_as(aval, jnp.zeros(aval.shape, aval.dtype))
+
+
+def _checked(aval: Any, cotangent: Any) -> Any:
+    if cotangent.shape != aval.shape:
+        raise TapeError(
+            f"A derivative rule (jax.custom_vjp) gave a cotangent of shape {cotangent.shape} for an argument of shape"
+            f" {aval.shape}."
+        )
+    return _jax.typed_as(aval, cotangent)
+
+
+def _no_reverse_mode(reason: str) -> TapeError:
     return TapeError(
-        f"The target depends on an operation that cannot be differentiated backwards. JAX says:"
-        f" {reason} For loops use px.scan (jax.lax.scan, or fori_loop with fixed bounds) instead of a while loop, or"
-        " px.ForwardAccumulator, which differentiates forwards; for anything else jax.custom_vjp."
+        "The target depends on an operation that cannot be differentiated backwards. JAX says:"
+        f" {reason.partition(chr(10))[0][:300]} For loops use px.scan (jax.lax.scan, or fori_loop with fixed bounds)"
+        " instead of a while loop, or px.ForwardAccumulator, which differentiates forwards; for anything else"
+        " jax.custom_vjp."
     )

@@ -35,12 +35,11 @@ def is_input(leaf: Any) -> bool:
 class Identity:
     """A key that is equal for one object only, and does not keep it alive where that can be had."""
 
-    __slots__ = ("_id", "_label", "_ref")
+    __slots__ = ("_id", "_kind", "_ref")
 
     def __init__(self, value: Any) -> None:
         self._id = id(value)
-        name = getattr(value, "__qualname__", None) or getattr(value, "name", None)
-        self._label = f"<{type(value).__name__}{f' {name}' if isinstance(name, str) else ''}>"
+        self._kind = type(value).__name__
         try:
             self._ref: Callable[[], Any] = weakref.ref(value)
         except TypeError:
@@ -54,6 +53,11 @@ class Identity:
     def __hash__(self) -> int:
         return self._id
 
+    @property
+    def value(self) -> Any:
+        """The object, or None once it is gone."""
+        return self._ref()
+
     def on_death(self, callback: Callable[[], None]) -> None:
         """Call back once the object is gone."""
         value = self._ref()
@@ -61,14 +65,32 @@ class Identity:
             weakref.finalize(value, callback).atexit = False
 
     def __repr__(self) -> str:
-        return self._label
+        value = self._ref()
+        return f"<{self._kind} {value.name}>" if isinstance(value, Variable) else f"<{self._kind}>"
+
+
+class Given:
+    """Functions as an argument: known by what they do, and not kept."""
+
+    __slots__ = ("functions", "key")
+
+    def __init__(self, functions: tuple[Callable[..., Any], ...]) -> None:
+        self.functions = functions
+        self.key = tuple(map(function_key, functions))
+
+
+def _hashes_by_identity(value: Any) -> bool:
+    method: Any = type(value).__hash__
+    return method is object.__hash__
 
 
 def static_key(value: Any, label: str) -> Hashable:
     """A key for a static value, or an error that names the argument."""
+    if isinstance(value, Given):
+        return value.key
     if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
         return function_key(value)
-    if isinstance(value, (Variable, Component)) or type(value).__hash__ is object.__hash__:
+    if isinstance(value, (Variable, Component)) or _hashes_by_identity(value):
         return Identity(value)
     try:
         hash(value)

@@ -127,7 +127,7 @@ def trace(
         return [*results, *(frame.values[v] for v in frame.written), *frame.initial.values()]
 
     try:
-        program = _jax.trace_program(program_body, name)
+        program = _jax.trace_program(program_body, name, body)
     except Exception as error:
         better = why_not_traced(name, error)
         if better is None:
@@ -152,7 +152,9 @@ def split_results(result: Any, name: str) -> tuple[list[Any], Callable[[list[Any
     try:
         leaves, structure = jax.tree.flatten(result)
     except (TypeError, ValueError) as error:
-        raise ArgumentTypeError(f"{name} returns a structure that JAX cannot take apart: {error} Dict keys must sort.") from error
+        raise ArgumentTypeError(
+            f"{name} returns a structure that JAX cannot take apart: {error} Dict keys must sort."
+        ) from error
     leaves = [leaf.value if isinstance(leaf, (Variable, Component)) else leaf for leaf in leaves]
     dynamic = [is_input(leaf) for leaf in leaves]
     static = [None if d else leaf for d, leaf in zip(dynamic, leaves)]

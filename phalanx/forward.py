@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
@@ -9,9 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from phalanx import _jax
+from phalanx._identities import Identities
+from phalanx._linearize import push_forward
 from phalanx.errors import ArgumentError, ArgumentTypeError, TapeError
 from phalanx.tape import OpenTape
-from phalanx.variables import Component, Variable
+from phalanx.variables import Component, Variable, check_kind, to_array
 
 
 class ForwardAccumulator(OpenTape):
@@ -38,29 +41,24 @@ class ForwardAccumulator(OpenTape):
 
     def __init__(self, primals: Any, tangents: Any) -> None:
         leaves, structure = jax.tree.flatten(primals, is_leaf=_is_variable)
+        if not leaves:
+            raise ArgumentError("ForwardAccumulator: primals is empty; give the variables or arrays to differentiate by.")
         try:
             directions = structure.flatten_up_to(tangents)
         except (ValueError, TypeError) as error:
-            raise ArgumentError(f"ForwardAccumulator: tangents must have the structure of primals, {structure}.") from error
-        self._tangents: dict[int, Any] = {}
-        self._values: dict[int, Any] = {}
+            raise ArgumentError(
+                f"ForwardAccumulator: tangents must have the structure of primals, {structure}."
+            ) from error
+        self._tangents: Identities[Any] = Identities()
+        self._arrays: list[jax.Array] = []
         self._variables: dict[Variable, Any] = {}
-        for primal, tangent in zip(leaves, directions):
-            if not isinstance(primal, (jax.Array, Variable)):
-                raise ArgumentTypeError(f"ForwardAccumulator: primals are variables or jax arrays, got {type(primal).__name__}.")
-            if not jnp.issubdtype(primal.dtype, jnp.inexact):
-                raise ArgumentError(f"ForwardAccumulator: a primal of dtype {primal.dtype} has no derivative.")
-            tangent = jnp.asarray(tangent, primal.dtype)
-            if tangent.shape != tuple(primal.shape):
-                raise ArgumentError(f"ForwardAccumulator: a primal has shape {primal.shape}, its tangent {tangent.shape}.")
+        for primal, direction in zip(leaves, directions):
+            tangent = _tangent(primal, direction)
             if isinstance(primal, Variable):
                 self._variables[primal] = tangent
             else:
-                self._track(primal, tangent)
-
-    def _track(self, value: Any, tangent: Any) -> None:
-        self._values[id(value)] = value
-        self._tangents[id(value)] = tangent
+                self._arrays.append(primal)
+                self._tangents.note(primal, tangent)
 
     def __enter__(self) -> ForwardAccumulator:
         if self.active:
@@ -79,50 +77,62 @@ class ForwardAccumulator(OpenTape):
         Args:
             target: array or pytree of arrays computed in the block.
             unconnected_gradients: ``"none"`` (None) or ``"zero"`` for what does not depend on the primals.
+
+        Raises:
+            ArgumentError: for another `unconnected_gradients`.
         """
         if unconnected_gradients not in ("none", "zero"):
             raise ArgumentError(f"unconnected_gradients must be 'none' or 'zero', got {unconnected_gradients!r}.")
 
-        def leaf(value: Any) -> Any:
-            if isinstance(value, Variable):
-                return self._variables.get(value)
-            tangent = self._tangents.get(id(value))
-            return jnp.zeros_like(value) if tangent is None and unconnected_gradients == "zero" else tangent
+        return jax.tree.map(lambda value: self._derivative(value, unconnected_gradients), target, is_leaf=_is_variable)
 
-        return jax.tree.map(leaf, target, is_leaf=_is_variable)
+    def _derivative(self, value: Any, unconnected_gradients: str) -> Any:
+        if not isinstance(value, (jax.Array, Variable)):
+            raise ArgumentTypeError(
+                f"jvp: target must be an array computed in the block, got {type(value).__name__} {value!r:.60}."
+            )
+        tangent = self._variables.get(value) if isinstance(value, Variable) else self._tangents.get(value)
+        if tangent is None:
+            return jnp.zeros(value.shape, value.dtype) if unconnected_gradients == "zero" else None
+        # Typed as the same on all replicas or not, a derivative is the replica's own.
+        return _jax.lift(tangent) if _jax.in_replica_trace() else tangent
 
-    def wants(self, args: list[Any]) -> bool:
-        return self.active and any(id(x) in self._tangents for x in args)
+    def wants(self, args: Sequence[Any]) -> bool:
+        return self.active and self._tangents.any_of(args)
 
     def observe(self, operation: _jax.Operation, args: list[Any]) -> list[Any]:
-        mask = [id(x) in self._tangents for x in args]
-        primals = [x for x, m in zip(args, mask) if m]
-        tangents = [_matching(self._tangents[id(x)], x) for x in primals]
-
-        def run(*watched: Any) -> tuple[list[Any], list[Any]]:
-            rest = iter(watched)
-            outs = operation(*[next(rest) if m else x for m, x in zip(mask, args)])
-            return [o for o in outs if jnp.issubdtype(o.dtype, jnp.inexact)], outs
-
-        _, derivatives, outs = jax.jvp(run, primals, tangents, has_aux=True)
+        tangents = [self._tangents.get(x) for x in args]
+        mask = tuple(t is not None for t in tangents)
+        outs, derivatives = push_forward(operation, args, mask, [t for t in tangents if t is not None])
         outs = list(outs)
-        rest = iter(derivatives)
-        for i, out in enumerate(outs):
-            if jnp.issubdtype(out.dtype, jnp.inexact):
-                if any(out is x for x in args) or id(out) in self._values:
-                    outs[i] = out = _jax.alias(out)
-                self._track(out, next(rest))
+        for i, derivative in enumerate(derivatives):
+            if derivative is not None:
+                if outs[i] in self._tangents or any(outs[i] is x for x in args):
+                    outs[i] = _jax.alias(outs[i])
+                self._tangents.note(outs[i], derivative)
         return outs
 
     def on_read(self, variable: Any, value: Any) -> Any:
-        if self.active and variable in self._variables and id(value) not in self._values:
-            self._track(value, self._variables[variable])
+        if self.active and variable in self._variables and value not in self._tangents:
+            self._tangents.note(value, self._variables[variable])
         return value
 
 
-def _matching(tangent: Any, primal: Any) -> Any:
-    """The tangent in the primal's type: JAX wants both to vary, or neither."""
-    return _jax.lift(tangent) if _jax.varies(primal) else tangent
+def _tangent(primal: Any, direction: Any) -> Any:
+    if not isinstance(primal, (jax.Array, Variable)):
+        raise ArgumentTypeError(
+            f"ForwardAccumulator: primals must be variables or jax arrays, got {type(primal).__name__} {primal!r:.60}."
+        )
+    if not jnp.issubdtype(primal.dtype, jnp.inexact):
+        raise ArgumentError(f"ForwardAccumulator: primals of dtype {primal.dtype} have no derivative.")
+    tangent = to_array("ForwardAccumulator", "tangents", direction)
+    if tangent.shape != tuple(primal.shape):
+        raise ArgumentError(
+            f"ForwardAccumulator: primals and tangents must have the same shapes, got {tuple(primal.shape)} and"
+            f" {tangent.shape}."
+        )
+    check_kind("ForwardAccumulator: the primal", tangent.dtype, primal.dtype)
+    return jnp.asarray(tangent, primal.dtype)
 
 
 def _is_variable(value: Any) -> bool:

@@ -13,7 +13,8 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 import jax
@@ -51,6 +52,9 @@ class _Settings:
 def run_functions_eagerly(run_eagerly: bool) -> None:
     """Run the bodies of all traced functions as plain Python, for debugging.
 
+    Raises:
+        ArgumentTypeError: for anything but True and False.
+
     Example:
         >>> px.run_functions_eagerly(True)
         >>> px.run_functions_eagerly(False)
@@ -61,11 +65,13 @@ def run_functions_eagerly(run_eagerly: bool) -> None:
 
 
 def strict(on: bool = True) -> None:
-    """Turn what is merely suspicious into errors: tracing a function again after its first two calls, dropping rows.
+    """Turn what is merely suspicious into errors.
+
+    That is: tracing a function again after its first two calls, and leaving out rows of a dataset.
 
     Raises (later, where it happens):
         RetraceError: with the argument that changed, from what to what.
-        UnevenBatchError: when a dataset with ``remainder="drop"`` would leave rows out.
+        UnevenBatchError: from `distribute_dataset` with ``remainder="drop"``, when rows are left over.
 
     Example:
         >>> px.strict(True)
@@ -79,6 +85,16 @@ def strict(on: bool = True) -> None:
 def is_strict() -> bool:
     """Whether `strict` is on."""
     return _Settings.strict
+
+
+@contextmanager
+def not_strict() -> Iterator[None]:
+    """`strict` is off in the block, which does on purpose what is suspicious elsewhere."""
+    before, _Settings.strict = _Settings.strict, False
+    try:
+        yield
+    finally:
+        _Settings.strict = before
 
 
 class ConcreteFunction:
@@ -272,12 +288,13 @@ class Function(Generic[P, R]):
         concrete = ConcreteFunction(traced, kind, self._signature, self._compile)
         if traced.belongs_to_a_trace:
             return concrete
-        traced.borrow([leaf for leaf in call.leaves if isinstance(leaf, Variable)])
+        known = list(identities(call.keys))
+        traced.borrow([identity.value for identity in known if isinstance(identity.value, Variable)])
         self._history.append((kind, _context_keys()))
         key = self._key(call)
         self._traces[key] = concrete
         self._warn_of_storm()
-        for identity in identities(call.keys):
+        for identity in known:
             identity.on_death(functools.partial(_forget, weakref.ref(self), key))
         return concrete
 
@@ -313,8 +330,9 @@ class Function(Generic[P, R]):
     def _initialise(self, traced: Traced, call: Call) -> None:
         """Give variables born in the trace their initial values; nothing else of it takes effect."""
         with state.lifted_out():
-            outs = traced.program(traced.inputs(call.inputs, lambda capture: capture[0]._stored))
-            for variable, value in zip(traced.initial, traced.split(outs)[2]):
+            program = traced.program.only(slice(traced.n_results + len(traced.written), None))
+            values = program(traced.inputs(call.inputs, lambda capture: capture[0]._stored))
+            for variable, value in zip(traced.initial, values):
                 variable._replace(variable._placed(value))
 
     @staticmethod

@@ -8,14 +8,14 @@ from itertools import islice
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from phalanx import state
 from phalanx.distribute.strategy import Strategy
-from phalanx.distribute.values import PerReplica, is_per_replica
-from phalanx.errors import ArgumentError, StrategyError
-from phalanx.variables import Variable
+from phalanx.distribute.values import is_per_replica
+from phalanx.errors import ArgumentError, ArgumentTypeError, StrategyError
+from phalanx.function import not_strict
+from phalanx.variables import Variable, to_host
 
 _STEPS = 3
 
@@ -25,18 +25,23 @@ def self_check(
 ) -> str:
     """Run three steps on one replica and on all of them, and compare every variable.
 
+    What the step creates or adopts (an optimizer's state, a model made outside the scope) is made by one
+    more step, whose other effects are undone.
+
     Args:
         step: a function of one batch, as in training (traced or not).
-        batches: at least three elements of a distributed dataset.
+        batches: elements of a distributed dataset; the first three are used.
         rtol: relative tolerance.
         atol: absolute tolerance.
 
     Returns:
         ``"equal"``, or a sentence that names the first variable (or result) that differs and by how much.
-        All variables are left as they were.
+        All variables of the strategy are left as they were.
 
     Raises:
-        ArgumentError: when there is no batch, or none with per-replica parts.
+        ArgumentError: when there is no batch, or none with per-replica rows.
+        ArgumentTypeError: when `step` is no function or `batches` cannot be iterated.
+        StrategyError: inside a traced function, a replica or a tape.
 
     Example:
         >>> strategy = px.Mirrored()
@@ -44,33 +49,44 @@ def self_check(
         ...     total = px.Variable(0.0, aggregation="sum")
         >>> @px.function
         ... def step(x):
-        ...     def replica_step(x):
-        ...         total.assign_add(x.sum())
-        ...     strategy.run(replica_step, args=(x,))
+        ...     strategy.run(lambda x: total.assign_add(x.sum()), args=(x,))
         >>> n = len(jax.devices())
         >>> px.self_check(step, strategy.distribute_dataset(jnp.ones(6 * n), batch_size=2 * n))
         'equal'
     """
-    elements = list(islice(iter(batches), _STEPS))
+    if not state.top().is_eager or state.top() is not state.top().base or state.context().in_replica:
+        raise StrategyError("self_check must be called outside traced functions, replicas and tapes.")
+    elements = _elements(step, batches)
     parts = [leaf for leaf in jax.tree.leaves(elements, is_leaf=is_per_replica) if is_per_replica(leaf)]
-    if not parts:
-        raise ArgumentError(
-            "self_check: batches must be elements of strategy.distribute_dataset (PerReplica values); got"
-            f" {len(elements)} elements without any."
-        )
-    if not state.top().is_eager or state.context().in_replica:
-        raise StrategyError("self_check must be called outside traced functions and replicas.")
     strategy: Strategy = parts[0].strategy
-    before = {v: v._stored for v in strategy.variables}
-    state.Lending.lend(before)
-    try:
+    with _kept(strategy) as before, not_strict():
+        step(elements[0])
+        for v in strategy.variables:  # whose initial value was computed in the step
+            before.setdefault(v, v._stored)
+        _restore(before)
         everywhere = _run(step, elements, strategy)
         _restore(before)
+        whole = [jax.tree.map(_joined, element, is_leaf=is_per_replica) for element in elements]
         with _on_one_device(strategy):
-            alone = _run(step, [jax.tree.map(_joined, e, is_leaf=is_per_replica) for e in elements], strategy)
-    finally:
-        _restore(before)
+            split = [jax.tree.map(lambda x: _split(strategy, x), element) for element in whole]
+            alone = _run(step, split, strategy)
     return _compare(alone, everywhere, strategy.num_replicas, rtol, atol)
+
+
+def _elements(step: Any, batches: Any) -> list[Any]:
+    if not callable(step):
+        raise ArgumentTypeError(f"self_check: step must be a function, got {type(step).__name__} {step!r:.60}.")
+    try:
+        elements = list(islice(iter(batches), _STEPS))
+    except TypeError as error:
+        raise ArgumentTypeError(f"self_check: batches must be iterable, got {type(batches).__name__}.") from error
+    leaves = [leaf for leaf in jax.tree.leaves(elements, is_leaf=is_per_replica) if is_per_replica(leaf)]
+    if not leaves or any(not leaf.shape for leaf in leaves):
+        raise ArgumentError(
+            "self_check: batches must be elements of strategy.distribute_dataset, PerReplica values with rows along axis"
+            f" 0; got {len(elements)} elements with {len(leaves)} such values{' and scalars' if leaves else ''}."
+        )
+    return elements
 
 
 def _run(step: Callable[..., Any], elements: list[Any], strategy: Strategy) -> list[tuple[str, Any]]:
@@ -79,10 +95,10 @@ def _run(step: Callable[..., Any], elements: list[Any], strategy: Strategy) -> l
         result = step(element)
         for path, leaf in jax.tree_util.tree_flatten_with_path(result, is_leaf=is_per_replica)[0]:
             if isinstance(leaf, jax.Array):
-                observed.append((f"result{jax.tree_util.keystr(path)} of step {i}", np.asarray(leaf)))
-        for v in sorted(strategy.variables, key=lambda v: v.name):
+                observed.append((f"result{jax.tree_util.keystr(path)} of step {i}", to_host(leaf)))
+        for v in strategy.variables:
             if not (v.per_replica and v.aggregation == "none"):
-                observed.append((f"{v.label} after step {i}", np.asarray(v.value)))
+                observed.append((f"{v.label} after step {i}", to_host(v.value)))
     return observed
 
 
@@ -90,10 +106,34 @@ def _compare(alone: list[tuple[str, Any]], everywhere: list[tuple[str, Any]], n:
     for (name, a), (_, b) in zip(alone, everywhere):
         if a.shape != b.shape:
             return f"{name} has shape {a.shape} on one replica and {b.shape} on {n}."
+        a, b = (x.astype(np.complex128 if x.dtype.kind == "c" else np.float64) for x in (a, b))
         if not np.allclose(a, b, rtol=rtol, atol=atol, equal_nan=True):
-            worst = float(np.max(np.abs(a.astype(np.float64) - b.astype(np.float64))))
+            worst = float(np.max(np.abs(a - b)))
             return f"{name} differs: largest difference {worst:.3g} between one replica and {n}."
     return "equal"
+
+
+# ---- keeping everything as it was ----------------------------------------------------------------
+
+
+@contextmanager
+def _kept(strategy: Strategy) -> Iterator[dict[Variable, Any]]:
+    """The values of all variables, also of those that the strategy gets in the block; put back at its end."""
+    before: dict[Variable, Any] = {}
+
+    def keep(variable: Variable) -> None:
+        if variable._stored is not None:
+            state.Lending.lend((variable,))
+            before.setdefault(variable, variable._stored)
+
+    for variable in strategy.variables:
+        keep(variable)
+    strategy.on_register = keep
+    try:
+        yield before
+    finally:
+        strategy.on_register = None
+        _restore(before)
 
 
 def _restore(values: dict[Variable, Any]) -> None:
@@ -101,25 +141,37 @@ def _restore(values: dict[Variable, Any]) -> None:
         variable._replace(stored)
 
 
-def _joined(value: Any) -> Any:
-    """A per-replica value with all its rows on one replica."""
-    if not is_per_replica(value) or value.stacked.ndim < 2:
-        return value
-    rows = np.asarray(value.stacked).reshape(1, -1, *value.stacked.shape[2:])
-    return PerReplica(jnp.asarray(rows), value.strategy)
-
-
 @contextmanager
 def _on_one_device(strategy: Strategy) -> Iterator[None]:
     """The strategy with its first device only, and its variables there."""
     devices = strategy.devices
-    merge = state.CrossReplica(strategy)
-    merged = {v: v.value if v.aggregation != "none" or not v.per_replica else v._stored[0] for v in strategy.variables}
+    rules = state.CrossReplica(strategy)
+    stored = {v: state.merge_components(v._stored, v.aggregation) if v.per_replica else v._stored for v in strategy.variables}
     strategy._use_devices(devices[:1])
     try:
-        for v, value in merged.items():
-            value = jnp.asarray(np.asarray(value))
-            v._replace(v._placed(merge.spread(v, value) if v.per_replica else value))
+        with state.lifted_out():
+            for v, value in stored.items():
+                value = jax.device_put(value, devices[0])
+                v._replace(v._placed(rules.spread(v, value) if v.per_replica else value))
         yield
     finally:
         strategy._use_devices(devices)
+
+
+def _joined(value: Any) -> Any:
+    """The rows of all replicas, on the host."""
+    if not is_per_replica(value):
+        return value
+    rows = np.asarray(value.stacked)
+    return _Rows(rows.reshape(-1, *rows.shape[2:]))
+
+
+def _split(strategy: Strategy, value: Any) -> Any:
+    return strategy.split_rows(value.rows) if isinstance(value, _Rows) else value
+
+
+class _Rows:
+    """A leaf of an element that was per replica."""
+
+    def __init__(self, rows: np.ndarray[Any, Any]) -> None:
+        self.rows = rows

@@ -32,6 +32,7 @@ from phalanx.errors import (
     FrozenVariableError,
     ReplicaDivergenceError,
     StrategyError,
+    VariableCreationError,
     VariableWriteError,
 )
 
@@ -136,12 +137,10 @@ class CrossReplica(Context):
 
     def merge(self, variable: Variable, stored: Any) -> jax.Array:
         """The one value that stands for all components of a per-replica variable."""
-        if variable.aggregation == "sum":
-            return stored.sum(0, dtype=variable.dtype)
-        if variable.aggregation == "mean":
-            return stored.mean(0, dtype=variable.dtype)
         self.require_merge(variable)
-        return stored[0]
+        if variable.strategy is None:
+            return merge_components(stored, variable.aggregation)
+        return variable.strategy.merge_components(stored, variable.aggregation)  # type: ignore[no-any-return]
 
     def spread(self, variable: Variable, value: Any) -> jax.Array:
         """The components after an assignment: they merge to `value` again."""
@@ -160,6 +159,13 @@ class CrossReplica(Context):
                 " value outside a replica. Create it with aggregation='sum', 'mean' or 'only_first_replica', or"
                 f" look at `v.components`. Read at {_jax.user_line()}."
             )
+
+
+def merge_components(stored: Any, aggregation: str) -> jax.Array:
+    """The one value, in their dtype, that stands for components side by side along axis 0."""
+    if aggregation == "sum":
+        return stored.sum(0, dtype=stored.dtype)
+    return stored.mean(0, dtype=stored.dtype) if aggregation == "mean" else stored[0]
 
 
 def refuse_foreign(variable: Variable, strategy: Any, action: str) -> None:
@@ -263,10 +269,20 @@ class EagerFrame(Frame):
         for trace in _jax.trace_chain():
             if _jax.is_staging(trace):
                 raise frozen(variable, _jax.staged_for(trace))
-        return variable._stored
+        return self._value(variable)
 
     def type_of(self, variable: Variable) -> Any:
-        return _jax.type_of(variable._stored)
+        return _jax.type_of(self._value(variable))
+
+    @staticmethod
+    def _value(variable: Variable) -> Any:
+        if variable._stored is None:
+            raise VariableCreationError(
+                f"{variable.label}, created at {variable._created_at}, has no value: the traced function that created it"
+                " failed before. Create it again, or give its initial value as a function without arguments, which is"
+                " called at once."
+            )
+        return variable._stored
 
     def store(self, variable: Variable, stored: Any) -> None:
         self.store_all({variable: stored})

@@ -7,6 +7,8 @@ outputs when it is reached from something watched. `gradient` walks the records 
 
 from __future__ import annotations
 
+import functools
+import itertools
 import threading
 import warnings
 from abc import ABC, abstractmethod
@@ -19,7 +21,8 @@ import jax
 import jax.numpy as jnp
 
 from phalanx import _jax, state
-from phalanx._linearize import Linearized, linearize
+from phalanx._identities import Identities
+from phalanx._linearize import Linearized, linearize, pull_again
 from phalanx.errors import ArgumentError, ArgumentTypeError, TapeError
 from phalanx.variables import Component, Variable
 
@@ -36,27 +39,22 @@ class OpenTape(ABC):
         """Record the operations of this thread from now on."""
         self.active = self.recording = True
         self._thread = threading.get_ident()
-        self._trace = _jax.OperationTrace(_jax.current_trace(), self)
+        _drop_closed()
+        self._trace = _jax.observe_operations(self)
         self._frame = state.TapeFrame(state.top(), self)
-        _jax.set_trace(self._trace)
         state.set_top(self._frame)
 
     def close(self) -> None:
         """Stop recording. A tape that others were opened on top of stays, silent, until they close."""
         if not self.active:
             return
-        if threading.get_ident() != self._thread:
-            raise TapeError("A tape must be closed by the thread that opened it.")
         self.active = False
         # The trace and the frame may outlive the tape; without these references it is freed at once.
-        self._trace.observer = _SILENT
+        self._trace.observer = None
         self._frame.tape = _SILENT
-        _jax.set_trace(_live(_jax.current_trace()))
-        frame: Any = state.top()
-        while isinstance(frame, state.TapeFrame) and frame.tape is _SILENT:
-            frame = frame.parent
-        state.set_top(frame)
         del self._trace, self._frame
+        if threading.get_ident() == self._thread:  # a generator may be closed by another thread than it ran in
+            _drop_closed()
 
     @contextmanager
     def silenced(self) -> Iterator[None]:
@@ -64,13 +62,13 @@ class OpenTape(ABC):
         if not self.active:
             yield
             return
-        with _jax.using_trace(_live(self._trace.parent_trace)):
+        with _jax.using_trace(self._trace.parent_trace):
             yield
 
     # Called by the trace and the frame.
 
     @abstractmethod
-    def wants(self, args: list[Any]) -> bool:
+    def wants(self, args: Sequence[Any]) -> bool:
         """Whether an operation on these values is to be recorded."""
 
     @abstractmethod
@@ -92,12 +90,9 @@ class OpenTape(ABC):
 
 
 class _Silent:
-    """Stands in for a closed tape in traces and frames that outlive it."""
+    """Stands in for a closed tape in frames that outlive it."""
 
     key = None
-
-    def wants(self, args: list[Any]) -> bool:
-        return False
 
     def lifts(self, variable: Any) -> bool:
         return False
@@ -109,10 +104,12 @@ class _Silent:
 _SILENT = _Silent()
 
 
-def _live(trace: Any) -> Any:
-    while isinstance(trace, _jax.OperationTrace) and trace.observer is _SILENT:
-        trace = trace.parent_trace
-    return trace
+def _drop_closed() -> None:
+    _jax.close_traces()
+    frame: Any = state.top()
+    while isinstance(frame, state.TapeFrame) and frame.tape is _SILENT:
+        frame = frame.parent
+    state.set_top(frame)
 
 
 class GradientTape(OpenTape):
@@ -125,6 +122,9 @@ class GradientTape(OpenTape):
     Args:
         persistent: allow several calls of `gradient`; records are kept until the tape goes.
         watch_accessed_variables: watch trainable variables when they are read.
+
+    Raises:
+        ArgumentTypeError: for options that are not True or False.
 
     Example:
         >>> w = px.Variable(3.0)
@@ -148,8 +148,8 @@ class GradientTape(OpenTape):
 
     def _clear(self) -> None:
         self._records: list[_Record] = []
-        self._known: dict[int, Any] = {}
-        """Values that gradients can flow through, by identity (and kept, so that ids stay theirs)."""
+        self._known: Identities[int] = Identities()
+        """A number for each value that gradients can flow through."""
         self._variables: dict[Variable, list[Any]] = {}
         """Each watched variable with its reads: (stored value, what the reader got)."""
 
@@ -185,7 +185,7 @@ class GradientTape(OpenTape):
                 state.renew_bodies()
             elif isinstance(leaf, jax.Array):
                 if _differentiable(leaf):
-                    self._known[id(leaf)] = leaf
+                    self._number(leaf)
                 else:
                     warnings.warn(f"watch: a value of dtype {leaf.dtype} has no gradient", stacklevel=2)
             else:
@@ -201,6 +201,9 @@ class GradientTape(OpenTape):
     @contextmanager
     def stop_recording(self) -> Iterator[None]:
         """Operations in the block are not recorded.
+
+        Raises:
+            TapeError: when the tape is not recording.
 
         Example:
             >>> w = px.Variable(3.0)
@@ -228,25 +231,31 @@ class GradientTape(OpenTape):
 
     # ---- recording ----
 
-    def wants(self, args: list[Any]) -> bool:
-        if not (self.active and self.recording):
-            return False
-        known = self._known
-        return any(id(x) in known for x in args)
+    def wants(self, args: Sequence[Any]) -> bool:
+        return self.active and self.recording and self._known.any_of(args)
 
     def observe(self, operation: _jax.Operation, args: list[Any]) -> list[Any]:
-        known = self._known
-        mask = tuple(id(x) in known for x in args)
+        sources = [self._known.get(x) for x in args]
+        mask = tuple(number is not None for number in sources)
         result = linearize(operation, args, mask)
         outs = list(result.outs)
-        for position in result.differentiable:
-            if any(outs[position] is x for x in args) or id(outs[position]) in known:
-                outs[position] = _jax.alias(outs[position])
-            known[id(outs[position])] = outs[position]
-        if result.differentiable:
-            sources = [x for x, watched in zip(args, mask) if watched]
-            self._records.append(_Record(result, sources, [outs[i] for i in result.differentiable]))
+        numbers = []
+        for position in result.connected:
+            out = outs[position]
+            if out in self._known or any(out is x for x in args):
+                outs[position] = out = _jax.alias(out)
+            numbers.append(self._number(out))
+        if numbers:
+            again = (operation, args, mask) if self._persistent else None
+            self._records.append(_Record(result, [n for n in sources if n is not None], numbers, again))
         return outs
+
+    def _number(self, value: Any) -> int:
+        number = self._known.get(value)
+        if number is None:
+            number = next(_numbers)
+            self._known.note(value, number)
+        return number
 
     def lifts(self, variable: Any) -> bool:
         if not (self.active and self.recording):
@@ -274,11 +283,11 @@ class GradientTape(OpenTape):
             if _jax.in_replica_trace() and not _jax.varies(value):
                 # Typed as varying, or JAX would give the gradient summed over the replicas.
                 fresh = _jax.lift(value)
-            elif id(value) in self._known:
+            elif value in self._known:
                 # The array has a history or another owner: the variable is where its gradient ends.
                 fresh = _jax.alias(value)
         seen.append((value, fresh))
-        self._known[id(fresh)] = fresh
+        self._number(fresh)
         return fresh
 
     # ---- gradients ----
@@ -391,6 +400,11 @@ class GradientTape(OpenTape):
         return [self._target(leaf) for leaf in jax.tree.leaves(target, is_leaf=_is_source)]
 
     def _target(self, leaf: Any) -> Any:
+        if _jax.is_leaked(leaf):
+            raise TapeError(
+                "the target of a gradient belongs to a traced function or a replica that is over. Ask for the gradient"
+                " where the target is computed, and return it."
+            )
         if isinstance(leaf, jax.Array):
             return leaf
         if not _is_source(leaf):
@@ -418,10 +432,12 @@ class GradientTape(OpenTape):
         self._used = True
         if not self._persistent:
             self.close()
-        yield
-        if not self._persistent:
-            self._records, self._known = [], {}
-            self._variables = {variable: [] for variable in self._variables}
+        try:
+            yield
+        finally:
+            if not self._persistent:
+                self._records, self._known = [], Identities()
+                self._variables = {variable: [] for variable in self._variables}
 
     def _batched_backward(self, target: Any, basis: Any, sources: list[Any]) -> list[Any]:
         def rows(seed: Any) -> list[Any]:
@@ -432,54 +448,65 @@ class GradientTape(OpenTape):
         return list(jax.vmap(rows)(basis))
 
     def _backward(self, targets: list[Any], seeds: list[Any], sources: list[Any]) -> list[Any]:
+        numbers = [self._numbers_of(source) for source in sources]
+        wanted = {number for group in numbers for number in group}
         cotangents: dict[int, Any] = {}
         for target, seed in zip(targets, seeds):
-            if _differentiable(target) and seed is not None:
-                _accumulate(cotangents, target, seed)
-        keep = {id(value) for source in sources for value in self._values_of(source)}
+            number = self._known.get(target)
+            if number is not None and seed is not None:
+                _accumulate(cotangents, number, _jax.typed_as(jax.typeof(target), seed))
         for record in reversed(self._records):
-            if any(id(out) in cotangents for out in record.outs):
-                cts = [cotangents.get(id(out)) if id(out) in keep else cotangents.pop(id(out), None) for out in record.outs]
-                for source, ct in zip(record.sources, record.linearized.pull(cts)):
-                    if ct is not None:
-                        _accumulate(cotangents, source, ct)
-        return [self._collect(cotangents, source) for source in sources]
+            if not any(number in cotangents for number in record.outs):
+                continue
+            cts = [cotangents.get(n) if n in wanted else cotangents.pop(n, None) for n in record.outs]
+            for number, ct in zip(record.sources, record.pull(cts, again=self.active and self.recording)):
+                _accumulate(cotangents, number, ct)
+        return [_total([cotangents[n] for n in group if n in cotangents]) for group in numbers]
 
-    def _values_of(self, source: Any) -> list[Any]:
+    def _numbers_of(self, source: Any) -> list[int]:
+        """The values whose cotangents add up to the gradient with respect to `source`."""
         if isinstance(source, Component):
-            return self._values_of(source.container) if source.replica_id == 0 else []
-        if isinstance(source, Variable):
-            return [fresh for _, fresh in self._variables.get(source, [])]
-        return [source]
+            return self._numbers_of(source.container) if source.replica_id == 0 else []
+        values = [fresh for _, fresh in self._variables.get(source, [])] if isinstance(source, Variable) else [source]
+        return [number for value in values if (number := self._known.get(value)) is not None]
 
-    def _collect(self, cotangents: dict[int, Any], source: Any) -> Any:
-        total = None
-        for value in self._values_of(source):
-            ct = cotangents.get(id(value))
-            total = ct if total is None else total if ct is None else total + ct
-        return total
+
+_numbers = itertools.count()
+
+
+Again = tuple[_jax.Operation, list[Any], tuple[bool, ...]]
+"""An operation, its arguments, and which of them are watched."""
 
 
 class _Record:
     """One operation: how cotangents of its outputs become cotangents of its watched inputs."""
 
-    __slots__ = ("linearized", "outs", "sources")
+    __slots__ = ("_again", "_linearized", "outs", "sources")
 
-    def __init__(self, linearized: Linearized, sources: list[Any], outs: list[Any]) -> None:
-        self.linearized = linearized
+    def __init__(self, linearized: Linearized, sources: list[int], outs: list[int], again: Again | None) -> None:
+        self._linearized = linearized
+        self._again = again
         self.sources = sources
         self.outs = outs
 
+    def pull(self, cotangents: list[Any], again: bool) -> list[Any]:
+        """Cotangents of the sources; computed `again` from them where the tape records this very computation."""
+        if not again:
+            return self._linearized.pull(cotangents)
+        assert self._again is not None, "kept by persistent tapes, which alone record this"
+        operation, args, mask = self._again
+        return pull_again(operation, args, mask, cotangents)
 
-def _accumulate(cotangents: dict[int, Any], value: Any, ct: Any) -> None:
-    before = cotangents.get(id(value))
-    cotangents[id(value)] = ct if before is None else jax.lax.add(*_same_kind(before, ct))
+
+def _accumulate(cotangents: dict[int, Any], number: int, ct: Any) -> None:
+    before = cotangents.get(number)
+    cotangents[number] = ct if before is None else jax.lax.add(before, ct)
 
 
-def _same_kind(a: Any, b: Any) -> tuple[Any, Any]:
-    if _jax.varies(a) != _jax.varies(b):
-        return _jax.lift(a), _jax.lift(b)
-    return a, b
+def _total(cotangents: list[Any]) -> Any:
+    total = functools.reduce(jax.lax.add, cotangents) if cotangents else None
+    # Typed as the same on all replicas or not, a gradient is the replica's own.
+    return _jax.lift(total) if total is not None and _jax.in_replica_trace() else total
 
 
 def _differentiable(value: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from phalanx.errors import (
 
 Aggregation = Literal["none", "sum", "mean", "only_first_replica"]
 Synchronization = Literal["auto", "on_write", "on_read"]
-InitialValue = ArrayLike | Callable[[], ArrayLike]
+InitialValue: TypeAlias = ArrayLike | Callable[[], ArrayLike]
 
 
 class Variable:
@@ -96,8 +96,6 @@ class Variable:
                 " 'only_first_replica'" + ("." if is_key(value) else ", 'sum', or dtype='float32'.")
             )
         state.create(self, value)
-        if self.strategy is not None:
-            self.strategy.register(self)
 
     @staticmethod
     def _check_options(trainable: Any, name: Any, synchronization: Any, aggregation: Any, constraint: Any) -> None:
@@ -260,8 +258,11 @@ class Variable:
 
     def _replace(self, stored: Any) -> None:
         """Take another array, which others may hold too."""
+        is_first = self._stored is None
         state.Lending.lend((self,))
         self._stored = stored
+        if is_first and self.strategy is not None:
+            self.strategy.register(self)
 
     # ---- as an array ----
 
@@ -335,7 +336,7 @@ class Variable:
             stored = stored[0]
         try:
             with state.lifted_out(), np.printoptions(threshold=6, edgeitems=2, precision=4):
-                return " ".join(str(_to_host(stored)).split())
+                return " ".join(str(to_host(stored)).split())
         except Exception:  # a repr must not fail: buffers may be gone, or lie on another process
             return "<not readable here>"
 
@@ -344,7 +345,7 @@ class Variable:
             raise VariableCreationError(f"{self.label} has no value yet and cannot be copied or pickled.")
         kept = {k: v for k, v in self.__dict__.items() if k not in ("strategy", "_stored", "_owned")}
         with state.lifted_out():
-            return {**kept, "value": _to_host(self._stored), "key_impl": _key_impl(self._stored)}
+            return {**kept, "value": to_host(self._stored), "key_impl": _key_impl(self._stored)}
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
         """The copy belongs to the strategy in whose scope it is made; components merge and spread anew."""
@@ -356,9 +357,8 @@ class Variable:
         if self.per_replica and stored.shape[0] != self.num_components:
             rules = state.CrossReplica()
             stored = rules.spread(self, rules.merge(self, stored))
+        self._stored = None
         self._replace(self._placed(stored))
-        if self.strategy is not None:
-            self.strategy.register(self)
 
 
 class Component:
@@ -524,7 +524,8 @@ def is_key(value: Any) -> bool:
     return jnp.issubdtype(getattr(value, "dtype", value), jax.dtypes.prng_key)
 
 
-def _to_host(array: Any) -> np.ndarray[Any, Any]:
+def to_host(array: Any) -> np.ndarray[Any, Any]:
+    """`array` in NumPy; random keys as the numbers they are made of."""
     return np.asarray(jax.random.key_data(array) if is_key(array) else array)
 
 

@@ -44,4 +44,8 @@ def numbers(count: int, rows: int = 4) -> Callable[[], Iterator[np.ndarray]]:
 
 
 def feeding_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "phalanx-feed"]
+    """Threads that feed and do not end by themselves."""
+    threads = [thread for thread in threading.enumerate() if thread.name == "phalanx-feed"]
+    for thread in threads:
+        thread.join(WAIT)  # on a busy machine one that ends may still be about to
+    return [thread for thread in threads if thread.is_alive()]

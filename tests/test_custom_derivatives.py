@@ -61,7 +61,7 @@ def test_gradient_of_a_variable(program, strategy):
     np.testing.assert_allclose(strategy.run(fn), [expected, expected])
 
 
-@pytest.mark.parametrize("program", [name for name in PROGRAMS if name != "inside jit"])
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_gradient_of_a_watched_array_that_is_equal_on_all_replicas(program, strategy):
     function, expected = PROGRAMS[program]
 
@@ -90,5 +90,5 @@ def test_wrong_shape_of_a_rule_is_still_found(strategy):
             y = wrong(w.value).sum()
         return tape.gradient(y, w)
 
-    with pytest.raises(px.errors.TapeError, match=r"must produce an output"):
+    with pytest.raises(px.errors.TapeError, match=r"of shape \(\) for an argument of shape \(2,\)"):
         strategy.run(fn)

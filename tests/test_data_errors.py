@@ -101,7 +101,7 @@ def test_numbers_instead_of_rows_are_refused_with_the_way_out():
         feed((np.ones(4), 3.0))
     with pytest.raises(ArgumentError, match=r"\[1\] of element 0 is a single number"):
         feed((np.ones(4), np.float32(3)))
-    with pytest.raises(ArgumentError, match="the array is 0-d and has no rows"):
+    with pytest.raises(ArgumentError, match="source is 0-d and has no rows"):
         replicas(2).distribute_dataset(np.array(3.0), 2)
 
 

@@ -107,30 +107,42 @@ def test_elements_can_be_made_in_a_traced_function(prefetch):
 # ---- memory --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 2, 4])
-def test_at_most_prefetch_and_one_elements_are_on_the_devices(prefetch, monkeypatch):
-    strategy, most = replicas(2), 0
+@pytest.mark.parametrize("prefetch", [1, 2, 4])
+def test_prefetch_and_one_elements_are_on_the_devices_and_no_more(prefetch, monkeypatch):
+    strategy, alive = replicas(2), []
     split, made = strategy.split_rows, threading.Semaphore(0)
 
     def counting(rows, **options):
-        nonlocal most
         element = split(rows, **options)
-        most = max(most, on_devices())
         made.release()
         return element
 
     monkeypatch.setattr(strategy, "split_rows", counting)
     step = px.function(lambda x: strategy.reduce("sum", strategy.run(jnp.sum, (x,))))
-    count = 0
     for x in strategy.distribute_dataset(lambda: (np.ones(MARK) for _ in range(12)), prefetch=prefetch):
-        count += 1
-        step(x)
-        for _ in range(1 if count > 1 else 1 + prefetch):  # until all that may be made is made
-            if count + prefetch <= 12:
+        step(x).block_until_ready()
+        for _ in range(1 if alive else 1 + prefetch):  # until all that may be made is made
+            if len(alive) + prefetch < 12:
                 assert made.acquire(timeout=WAIT)
+        alive.append(on_devices())
+    assert alive[: 12 - prefetch] == [prefetch + 1] * (12 - prefetch)
+    assert max(alive) == prefetch + 1
     del x
-    assert (count, most) == (12, max(2, prefetch + 1))  # without prefetch: the one in use and the one being made
     assert on_devices() == 0
+
+
+def test_without_prefetch_one_element_is_on_the_devices_beside_the_one_being_made():
+    alive = []
+
+    def source():
+        for _ in range(4):
+            alive.append(on_devices())
+            yield np.ones(MARK)
+
+    for x in replicas(2).distribute_dataset(source, prefetch=0):
+        assert x.shape == (2, MARK[1])
+        assert on_devices() == 1
+    assert alive == [0, 1, 1, 1]
 
 
 def test_an_element_that_was_kept_does_not_stop_the_pipeline():
@@ -142,6 +154,7 @@ def test_what_is_ahead_is_let_go_when_the_loop_is_left():
     elements = iter(replicas(2).distribute_dataset(lambda: (np.ones(MARK) for _ in range(12)), prefetch=4))
     next(elements)
     del elements
+    assert feeding_threads() == []
     assert on_devices() == 0
 
 
@@ -224,8 +237,8 @@ def leave_by_garbage_collection(dataset):
 def test_leaving_ends_the_thread_and_closes_the_source(leave):
     closed = []
     leave(replicas(2).distribute_dataset(lambda: closing(closed)))
-    assert closed == ["phalanx-feed"]
     assert feeding_threads() == []
+    assert closed == ["phalanx-feed"]
 
 
 def test_an_iterator_that_was_never_asked_starts_nothing():
@@ -247,8 +260,6 @@ def blocking():
     source.reached = reached
     yield source
     released.set()
-    for thread in feeding_threads():
-        thread.join(WAIT)
 
 
 def test_leaving_does_not_wait_for_a_source_that_blocks(blocking):

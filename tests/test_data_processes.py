@@ -92,7 +92,7 @@ def test_a_seed_that_is_drawn_is_the_same_on_all_processes(told):
     first, second = both(told, "drawn_seed")
     assert first["seed"] == second["seed"]
     assert everyones(first["elements"]) == everyones(second["elements"])
-    assert sorted(sum(everyones(first["elements"]), [])) == list(range(8))
+    assert sorted(row for rows in everyones(first["elements"]) for row in rows) == list(range(8))
 
 
 def test_sources_that_are_not_the_same_are_refused(told):

@@ -38,7 +38,7 @@ def test_auto_keeps_a_smaller_last_batch_that_divides(kind, n):
 
 def test_auto_refuses_one_that_does_not_and_names_sizes_and_ways_out(kind):
     message = (
-        r"has 2 rows, which does not divide by 4 replicas. Choose remainder='pad' \(with mask=True for exact means\),"
+        r"2 rows, which does not divide by 4. Choose remainder='pad' \(with mask=True for exact means\),"
         " remainder='drop', or another batch_size"
     )
     with pytest.raises(UnevenBatchError, match=message):
@@ -46,9 +46,9 @@ def test_auto_refuses_one_that_does_not_and_names_sizes_and_ways_out(kind):
 
 
 def test_what_is_known_to_be_uneven_is_refused_before_the_first_step():
-    with pytest.raises(UnevenBatchError, match="the last batch of 10 rows in batches of 4 has 2 rows"):
+    with pytest.raises(UnevenBatchError, match="10 rows in batches of 4 on 4 replicas give a batch of 2 rows"):
         replicas(4).distribute_dataset(np.arange(10), 4)
-    with pytest.raises(UnevenBatchError, match="a batch of 10 rows in batches of 3 has 3 rows"):
+    with pytest.raises(UnevenBatchError, match="10 rows in batches of 3 on 2 replicas give a batch of 3 rows"):
         replicas(2).distribute_dataset(np.arange(10), 3)
 
 
@@ -82,13 +82,13 @@ def test_drop_may_leave_nothing():
     assert (len(dataset), list(dataset)) == (0, [])
 
 
-def test_dropped_rows_are_logged_and_strict_makes_them_an_error(caplog):
-    dataset = replicas(2).distribute_dataset(np.arange(10), 4, remainder="drop")
+def test_dropped_rows_are_logged_and_strict_makes_them_an_error(caplog, kind):
+    dataset = replicas(2).distribute_dataset(*ten(kind), remainder="drop")
     with caplog.at_level(logging.INFO, "phalanx"):
         list(dataset)
-    assert "element 2 has 2 rows of 4, and remainder='drop' leaves them out" in caplog.text
+    assert "element 2 has 2 rows of 4 and is dropped" in caplog.text
     px.strict()
-    with pytest.raises(UnevenBatchError, match=r"element 2 has 2 rows of 4, .* but px.strict is on"):
+    with pytest.raises(UnevenBatchError, match=r"leaves out 2 rows \(element 2, 4 expected\), and px.strict is on"):
         list(dataset)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import jax.numpy as jnp
 
 import phalanx as px
@@ -58,3 +61,31 @@ def test_functions_that_call_each_other_are_told_apart_by_their_globals(monkeypa
     assert float(strategy.run(lambda: _even(4) + jnp.zeros(()))) == 1.0
     monkeypatch.setitem(globals(), "RATE", 7.0)
     assert float(strategy.run(lambda: _even(4) + jnp.zeros(()))) == 7.0
+
+
+def test_what_the_functions_close_over_is_let_go(strategy):
+    class Model:
+        def __init__(self):
+            with strategy.scope():
+                self.w = px.Variable(1.0)
+
+    def count(calls):
+        model, v = Model(), px.Variable(1.0)
+
+        def step(x):
+            calls.append(1)
+            model.w.assign_add(x)
+            v.assign_add(x)
+
+        for x in (1.0, 2.0):
+            strategy.run(step, args=(x,))
+        px.scan(lambda carry, x: (carry + model.w, v.assign_add(x).value), 0.0, jnp.ones(2))
+        assert (float(model.w), float(v)) == (4.0, 6.0)
+        return [weakref.ref(thing) for thing in (model, model.w, v)]
+
+    for _ in range(2):
+        calls = []
+        refs = count(calls)
+        gc.collect()
+        assert [ref() for ref in refs] == [None] * 3
+        assert len(calls) == 1

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import jax
 
 from phalanx import _jax
-from phalanx.data.arrays import Arrays
 from phalanx.data.elements import Batcher, Rows
+from phalanx.data.host import Arrays
 from phalanx.errors import ArgumentError, StrategyError, UnevenBatchError
 
 Feed = Iterator[tuple[Any, Any]]

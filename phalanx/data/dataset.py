@@ -11,10 +11,11 @@ import jax
 import numpy as np
 
 from phalanx.data.agreement import Group
-from phalanx.data.elements import Batcher, Remainder, check_remainder, uneven
+from phalanx.data.elements import Batcher, Remainder, check_remainder, dropped, uneven
 from phalanx.data.pipeline import ahead
 from phalanx.data.sources import GroupedSource, RowSource, Source, as_source
 from phalanx.errors import ArgumentError, ArgumentTypeError, StrategyError, UnevenBatchError
+from phalanx.function import is_strict
 
 if TYPE_CHECKING:
     from phalanx.distribute.strategy import Strategy
@@ -49,9 +50,14 @@ class DistributedDataset:
         check_remainder(remainder)
         if auto_shard not in get_args(AutoShard):
             raise ArgumentError(f"distribute_dataset: auto_shard must be 'data' or 'off', got {auto_shard!r}.")
-        _check_size("batch_size", batch_size, 1, optional=True)
-        _check_size("prefetch", prefetch, 0)
-        _check_size("seed", seed, 0, optional=True)
+        if batch_size is not None:
+            _check_int("batch_size", batch_size, 1, "a positive int")
+        _check_int("prefetch", prefetch, 0, "an int from 0 on")
+        if seed is not None:
+            _check_int("seed", seed, 0, "an int from 0 on, or None")
+        for name, value in (("mask", mask), ("shuffle", shuffle)):
+            if not isinstance(value, bool):
+                raise ArgumentTypeError(f"distribute_dataset: {name} must be True or False, got {value!r}.")
         if not strategy.local_devices:
             raise StrategyError(f"distribute_dataset: no replica of {strategy!r} belongs to this process.")
         self._strategy = strategy
@@ -82,7 +88,7 @@ class DistributedDataset:
         if size is None or not self._own:
             return size
         if size % n:
-            raise uneven(size, size, n, "the batch of all processes")
+            raise uneven("the batch of all processes has", size, size, n)
         return size // n * self._replicas
 
     def _agree(self, shuffle: bool, seed: int | None) -> tuple[int | None, int | None]:
@@ -111,17 +117,20 @@ class DistributedDataset:
         if self._remainder == "pad":
             return
         whole, rest = divmod(rows, size)
+        what = f"{rows} rows in batches of {size} on {n} replicas give a batch of"
         if whole and size % n:
-            raise uneven(size, size, n, f"a batch of {rows} rows in batches of {size}")
+            raise uneven(what, size, size, n)
+        if rest and self._remainder == "drop" and is_strict():
+            raise dropped(f"{rest} of {rows} rows")
         if rest and self._remainder != "drop" and (rest % n or self._remainder == "error"):
-            raise uneven(rest, size, n, f"the last batch of {rows} rows in batches of {size}")
+            raise uneven(what, rest, size, n)
 
     def _announce(self) -> None:
-        size = self._batch_size
-        n = self._strategy.num_replicas
-        batches = "" if size is None else f", batches of {size} ({-(-size // n)} per replica)"
+        size, n = self._batch_size, self._strategy.num_replicas
+        rows = "" if self._source.rows is None else f"{self._source.rows} rows, "
+        batches = "elements of the source" if size is None else f"batches of {size} ({-(-size // n)} per replica)"
         seed = "" if self._source.seed is None else f", shuffled with seed {self._source.seed}"
-        logger.info("dataset on %r%s%s", self._strategy, batches, seed)
+        logger.info("dataset: %s%s%s", rows, batches, seed)
 
     def __len__(self) -> int:
         """Batches in one pass.
@@ -259,8 +268,10 @@ class DistributedDataset:
         self._position = dict(self._resume)
 
     def __repr__(self) -> str:
-        length = "" if self._length is None else f", {self._length} batches"
-        return f"<dataset on {self._strategy!r}{length}>"
+        rows = "" if self._source.rows is None else f"of {self._source.rows} rows, "
+        length = "" if self._length is None else f"{self._length} batches "
+        size = "" if self._batch_size is None else f"of {self._batch_size} " if length else ""
+        return f"<dataset {rows}{length}{size}on {self._strategy!r}>"
 
 
 class InputContext:
@@ -298,10 +309,6 @@ def _seed(given: int | None, leads: bool) -> int | None:
     return secrets.randbits(32) if given is None and leads else given
 
 
-def _check_size(name: str, value: Any, least: int, optional: bool = False) -> None:
-    if optional and value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise ArgumentTypeError(f"distribute_dataset: {name} must be an int, got {value!r}.")
-    if value < least:
-        raise ArgumentError(f"distribute_dataset: {name} must be at least {least}, got {value!r}.")
+def _check_int(name: str, value: Any, least: int, what: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
+        raise ArgumentError(f"distribute_dataset: {name} must be {what}, got {value!r}.")

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from phalanx.data.arrays import Array, Arrays, Layout, check_same_rows
+from phalanx.data.host import Array, Arrays, Layout, check_same_rows
 from phalanx.errors import ArgumentError, UnevenBatchError
 from phalanx.function import is_strict
 
@@ -91,7 +91,7 @@ class Batcher:
             self.dropped(rows.count, number)
             return None
         if rows.count % self.num_replicas or (short and self._remainder == "error"):
-            raise uneven(rows.count, self.size, self.num_replicas, f"element {number}")
+            raise uneven(f"element {number} has", rows.count, self.size, self.num_replicas)
         return self.filled(rows, rows.count)
 
     def filled(self, rows: Rows, target: int) -> Any:
@@ -104,10 +104,9 @@ class Batcher:
 
     def dropped(self, count: int, number: int) -> None:
         """Say that rows are left out."""
-        what = f"element {number} has {count} rows of {self.size}, and remainder='drop' leaves them out"
         if is_strict():
-            raise UnevenBatchError(f"distribute_dataset: {what}, but px.strict is on.")
-        logger.info("dataset: %s", what)
+            raise dropped(f"{count} rows (element {number}, {self.size} expected)")
+        logger.info("dataset: element %d has %d rows of %d and is dropped", number, count, self.size)
 
 
 def _filled(rows: Array, size: int) -> Array:
@@ -122,11 +121,19 @@ def with_mask(element: Any, weights: Any) -> Any:
     return (*element, weights) if isinstance(element, tuple) else (element, weights)
 
 
-def uneven(rows: int, size: int, n: int, what: str) -> UnevenBatchError:
+def uneven(what: str, rows: int, size: int, n: int) -> UnevenBatchError:
     """The error for a batch that cannot be split, with the ways out."""
-    why = f"does not divide by {n} replicas" if rows % n else f"is smaller than the others ({size})"
+    why = f"does not divide by {n}" if rows % n else f"is smaller than the others ({size})"
     drop = " remainder='drop'," if rows < size else ""
     return UnevenBatchError(
-        f"distribute_dataset: {what} has {rows} rows, which {why}. Choose remainder='pad' (with mask=True for exact"
-        f" means),{drop} or another batch_size."
+        f"distribute_dataset: {what} {rows} rows, which {why}. Choose remainder='pad' (with mask=True for exact means),"
+        f"{drop} or another batch_size."
+    )
+
+
+def dropped(what: str) -> UnevenBatchError:
+    """The error for rows that would be left out although `px.strict` is on."""
+    return UnevenBatchError(
+        f"distribute_dataset: remainder='drop' leaves out {what}, and px.strict is on. Use remainder='pad' (with"
+        " mask=True for exact means), or a batch_size that divides the rows."
     )

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from phalanx.data.arrays import check_numeric, packages
+from phalanx.data.host import check_numeric, packages
 
 Kind = Literal["datasets", "grain", "keras", "tensorflow", "torch"]
 

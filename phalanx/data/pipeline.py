@@ -11,16 +11,18 @@ them.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import sys
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, TypeVar
+from queue import Empty, SimpleQueue
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 S = TypeVar("S")
 T = TypeVar("T")
+Outcome: TypeAlias = Literal["item", "end", "error"]
 
 _POLL_SECONDS = 0.1
 """How often a waiting consumer looks up, so that Ctrl-C is answered at once (on Windows too)."""
@@ -30,19 +32,23 @@ _LEAVE_SECONDS = 0.5
 
 
 class _Channel(Generic[T]):
-    """What the two threads share: items from one to the other, and how many there may be."""
+    """What the two threads share: items from one to the other, and how many there may be.
+
+    There is no lock in it that Ctrl-C, or the death of an array in the middle of anything, could find held:
+    both queues are C code that may be entered again, and each counter is written by one thread.
+    """
 
     def __init__(self, ahead: int) -> None:
-        self._changed = threading.Condition()  # its lock is reentrant: arrays can die while it is held
         self._ahead = ahead
-        self._items: deque[T] = deque()
+        self._items: SimpleQueue[tuple[Outcome, Any]] = SimpleQueue()
+        self._news: SimpleQueue[None] = SimpleQueue()
+        """Something changed that the producer may be waiting for."""
         self._living: dict[int, list[weakref.ref[Any]]] = {}
         """Items whose arrays have not all died yet."""
         self._made = 0
-        self._wanted = False
-        """Whether the consumer waits; it gets its item even if it has kept all others."""
-        self._done = False
-        self._error: BaseException | None = None
+        self._taken = 0
+        self._asked = 0
+        """The item that the consumer waits for; it is made even if the consumer has kept all others."""
         self.stopped = False
         self.thread: threading.Thread | None = None
 
@@ -50,65 +56,64 @@ class _Channel(Generic[T]):
 
     def wait_for_room(self) -> bool:
         """Wait until the next item may be made; False when none will be needed."""
-        with self._changed:
-            while not self.stopped and not self._wanted:
-                if len(self._items) < self._ahead and len(self._living) <= self._ahead:
-                    break
-                self._changed.wait()
-            return not self.stopped
+        while not self.stopped:
+            fits = self._made - self._taken < self._ahead and len(self._living) <= self._ahead
+            if fits or self._asked > self._made:
+                return True
+            self._news.get()
+        return False
 
     def put(self, item: T, arrays: list[Any]) -> None:
         """Hand over an item, whose `arrays` take room until they die."""
-        with self._changed:
-            self._wanted = False
-            if not self.stopped:
-                self._made += 1
-                died = functools.partial(self._died, self._made)
-                self._living[self._made] = [weakref.ref(array, died) for array in arrays]
-                self._items.append(item)
-                self._changed.notify_all()
+        number = self._made + 1
+        died = functools.partial(self._died, number)
+        self._living[number] = [weakref.ref(array, died) for array in arrays]
+        self._made = number
+        self._items.put(("item", item))
 
     def _died(self, number: int, _: weakref.ref[Any]) -> None:
-        with self._changed:
-            if all(array() is None for array in self._living.get(number, ())):
-                self._living.pop(number, None)
-                self._changed.notify_all()
+        if all(array() is None for array in self._living.get(number, ())):
+            self._living.pop(number, None)
+            self._news.put(None)
 
     def finish(self, error: BaseException | None = None) -> None:
         """No item will follow; the consumer raises the error, if there is one."""
-        with self._changed:
-            self._done, self._error = True, error
-            self._changed.notify_all()
+        self._items.put(("end", None) if error is None else ("error", error))
+        if self.stopped:
+            self._let_go()
 
     # ---- the consumer ----
 
     def take(self) -> tuple[T | None, bool]:
         """The next item, or that there is none."""
-        with self._changed:
-            while not self._items:
-                if self._error is not None:
-                    try:
-                        raise self._error
-                    finally:
-                        self._error = None
-                if self._done:
-                    return None, False
-                self._wanted = True
-                self._changed.notify_all()
-                self._changed.wait(_POLL_SECONDS)
-            self._wanted = False
-            item = self._items.popleft()
-            self._changed.notify_all()
-            return item, True
+        self._asked = self._taken + 1
+        self._news.put(None)
+        while True:
+            try:
+                outcome, value = self._items.get(timeout=_POLL_SECONDS)
+                break
+            except Empty:
+                pass
+        if outcome == "error":
+            try:
+                raise value
+            finally:
+                del value
+        self._taken += 1
+        self._news.put(None)
+        return value, outcome == "item"
 
     def stop(self) -> None:
         """Let go of everything; the thread ends as soon as its source lets it."""
-        with self._changed:
-            self.stopped = True
-            self._items.clear()
-            self._living.clear()
-            self._error = None
-            self._changed.notify_all()
+        self.stopped = True
+        self._news.put(None)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self._living.clear()
+        with contextlib.suppress(Empty):
+            while True:
+                self._items.get_nowait()
 
     def leave(self) -> None:
         """`stop`, and give the thread a moment to end."""
@@ -151,8 +156,8 @@ def ahead(
     channel: _Channel[T] = _Channel(prefetch)
     channel.thread = threading.Thread(target=_produce, args=(make, send, channel), name="phalanx-feed", daemon=True)
     _open.add(channel)
-    channel.thread.start()
     try:
+        channel.thread.start()
         while True:
             taken, more = channel.take()
             if not more:

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from phalanx.data import libraries
-from phalanx.data.arrays import Arrays, Layout, as_rows, check_numeric, check_same_rows, flatten, is_array
+from phalanx.data.host import Arrays, Layout, as_rows, check_numeric, check_same_rows, flatten, is_array
 from phalanx.errors import ArgumentError, ArgumentTypeError
 
 Element = Any
@@ -193,9 +193,18 @@ def as_source(given: Any, batch_size: int | None, seed: int | None) -> Source:
 
 
 def _arrays(given: Any) -> tuple[int, Callable[[Any], Any]] | None:
-    """The number of rows of a pytree of arrays, and how to read some of them."""
-    paths, arrays, structure = flatten(given)
-    if not arrays or not all(map(is_array, arrays)):
+    """The number of rows of a pytree of arrays, and how to read some of them; None for anything else."""
+    paths, arrays, structure = flatten(given, "source")
+    if not arrays and not isinstance(given, list):
+        raise ArgumentError(f"distribute_dataset: there is no array in the source {given!r:.60}.")
+    others = [(path, leaf) for path, leaf in zip(paths, arrays) if not is_array(leaf)]
+    if others and (isinstance(given, dict) or len(others) < len(arrays)) and not isinstance(given, list):
+        path, leaf = others[0]
+        raise ArgumentTypeError(
+            f"distribute_dataset takes arrays or pytrees of arrays, and {path} is a {type(leaf).__name__},"
+            f" {leaf!r:.60}. Make lists arrays with np.asarray."
+        )
+    if others or not arrays:
         return None
     leaves = [as_rows(array, path) for path, array in zip(paths, arrays)]
     for path, leaf in zip(paths, leaves):
@@ -224,7 +233,7 @@ def _library_source(given: Any) -> Source | None:
 
 
 def _iterable_source(given: Any) -> Source:
-    if isinstance(given, (str, bytes, dict)) or not hasattr(given, "__iter__"):
+    if isinstance(given, (str, bytes)) or not hasattr(given, "__iter__"):
         raise ArgumentTypeError(
             "distribute_dataset takes arrays, pytrees of arrays, an iterable, a function that returns one, or a dataset"
             f" of PyTorch, grain, tf.data, Hugging Face or Keras; got {type(given).__name__} {given!r:.60}."

@@ -8,7 +8,7 @@ On GPU and TPU XLA combines collectives itself.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -20,11 +20,17 @@ from phalanx.variables import is_key
 
 ReduceOp = Literal["sum", "mean"]
 
-SMALL_BYTES = {"cpu": 32 * 1024}
+SMALL_BYTES = {"cpu": 256 * 1024}
 """Arrays up to this size share a bucket, by platform (others: never)."""
 
-BUCKET_BYTES = 512 * 1024
+BUCKET_BYTES = 4 * 1024 * 1024
 """Size at which a bucket is closed."""
+
+_COPIED = 9
+"""From this many pieces on XLA's CPU compiler copies a concatenation; of fewer it computes each element anew."""
+
+_TINY_BYTES = 8 * 1024
+"""Arrays up to this size share a bucket of fewer pieces too."""
 
 
 def check_op(op: Any, caller: str) -> ReduceOp:
@@ -41,13 +47,14 @@ def all_reduce(op: ReduceOp, values: Sequence[Any], num_replicas: int, platform:
     integers is a float.
     """
     arrays = [countable(_as_array(v), "all_reduce") for v in values]
-    sums = _sums(arrays, platform) if _jax.in_replica_trace() else arrays
+    small = SMALL_BYTES.get(platform, 0) if num_replicas > 1 else 0
+    sums = _sums(arrays, small) if _jax.in_replica_trace() else arrays
     return sums if op == "sum" else [_mean(total, num_replicas) for total in sums]
 
 
-def _sums(arrays: list[Any], platform: str) -> list[Any]:
+def _sums(arrays: list[Any], small: int) -> list[Any]:
     out = list(arrays)
-    for bucket in _buckets(arrays, SMALL_BYTES.get(platform, 0)):
+    for bucket in _buckets(arrays, small):
         if len(bucket) == 1:
             out[bucket[0]] = _psum(arrays[bucket[0]])
             continue
@@ -78,9 +85,18 @@ def broadcast(value: Any, replica: int) -> Any:
 
 
 def _buckets(arrays: Sequence[Any], small: int) -> list[list[int]]:
+    """Which arrays travel together, by index."""
+    buckets: list[list[int]] = []
+    for bucket in _filled(arrays, range(len(arrays)), small):
+        buckets += [bucket] if len(bucket) >= _COPIED else _filled(arrays, bucket, min(small, _TINY_BYTES))
+    return buckets
+
+
+def _filled(arrays: Sequence[Any], indices: Iterable[int], small: int) -> list[list[int]]:
     buckets: list[list[int]] = []
     open_buckets: dict[Any, tuple[list[int], int]] = {}
-    for i, array in enumerate(arrays):
+    for i in indices:
+        array = arrays[i]
         nbytes = array.size * array.dtype.itemsize
         if nbytes > small or array.size == 0:
             buckets.append([i])

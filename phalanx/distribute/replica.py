@@ -19,6 +19,13 @@ class ReplicaContext:
     """What `px.get_replica_context` gives inside `strategy.run`.
 
     Outside every scope there is one too, of a default strategy with a single replica.
+
+    Example:
+        >>> def fn():
+        ...     context = px.get_replica_context()
+        ...     return context.all_reduce("sum", 1.0 + context.replica_id)
+        >>> float(px.Mirrored(jax.devices()[:1]).run(fn))
+        1.0
     """
 
     def __init__(self, strategy: Any) -> None:
@@ -77,6 +84,9 @@ class ReplicaContext:
         Args:
             value: array or pytree of arrays.
             replica_id: whose value it is, a Python int.
+
+        Raises:
+            ArgumentError: when there is no such replica.
         """
         if isinstance(replica_id, bool) or not isinstance(replica_id, int) or not 0 <= replica_id < self.num_replicas:
             raise ArgumentError(f"broadcast: replica_id must be 0 .. {self.num_replicas - 1}, got {replica_id!r}.")
@@ -92,6 +102,7 @@ class ReplicaContext:
         gives each replica its own part.
 
         Raises:
+            ArgumentTypeError: when `fn` is no function.
             StrategyError: when called inside the merge function itself.
         """
         check_function(fn, "merge_call")

@@ -149,7 +149,7 @@ def _trace_replica(strategy: Strategy, fn: Callable[..., Any], arguments: _Argum
 
     jax.eval_shape(_jax.on_replicas(strategy.mesh, in_context, (), ()))
     for variable in found[0].births:
-        if variable not in found[0].initial:
+        if variable not in set(found[0].initial):
             parent.base.created(variable, variable._stored)
     return found[0]
 

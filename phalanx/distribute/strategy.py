@@ -42,12 +42,18 @@ class Strategy:
     """Runs one program on several devices, with variables kept equal on all of them.
 
     Use `OneDevice`, `Mirrored` or `TPU`.
+
+    Example:
+        >>> isinstance(px.OneDevice(), px.Strategy)
+        True
     """
 
     def __init__(self, devices: Sequence[Any]) -> None:
         self._use_devices(devices)
         self._variables: dict[int, weakref.ref[Variable]] = {}
         self._eager_runs = EagerPrograms()
+        self.on_register: Callable[[Variable], None] | None = None
+        """Called with each variable that joins the strategy."""
         logger.info("%s", self.describe())
 
     def _use_devices(self, devices: Sequence[Any]) -> None:
@@ -109,7 +115,11 @@ class Strategy:
         return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
     def component(self, stored: jax.Array, replica_id: int, per_replica: bool) -> jax.Array:
-        """One replica's part of a stored array, on its device."""
+        """One replica's part of a stored array, on its device.
+
+        Raises:
+            StrategyError: when the replica belongs to another process.
+        """
         for shard in stored.addressable_shards:
             if shard.device == self.devices[replica_id]:
                 return shard.data[0] if per_replica else shard.data
@@ -122,6 +132,8 @@ class Strategy:
         """Remember a variable of this strategy (for as long as it lives)."""
         key = id(variable)
         self._variables[key] = weakref.ref(variable, lambda _: self._variables.pop(key, None))
+        if self.on_register is not None:
+            self.on_register(variable)
 
     @property
     def variables(self) -> list[Variable]:
@@ -129,7 +141,11 @@ class Strategy:
         return [v for ref in list(self._variables.values()) if (v := ref()) is not None]
 
     def adopt(self, variable: Variable) -> None:
-        """Move a variable that was made outside every scope to this strategy."""
+        """Move a variable that was made outside every scope to this strategy.
+
+        Raises:
+            StrategyError: for a per-replica variable that the same traced function has read already.
+        """
         if variable.strategy is not None:
             return
         place = state.top().base
@@ -148,7 +164,12 @@ class Strategy:
         self.register(variable)
 
     def check_owner(self, value: PerReplica, caller: str) -> None:
-        """Raise when a per-replica value was made by another strategy."""
+        """Check that a per-replica value was made by this strategy and is whole.
+
+        Raises:
+            StrategyError: when it was made by another strategy.
+            ArgumentError: when it does not hold one part for each replica.
+        """
         if value.strategy is not self:
             raise StrategyError(f"{caller}: a PerReplica of {value.strategy!r} was given to {self!r}.")
         local = _jax.in_replica_trace() and np.shape(value.stacked)[:1] == (1,)
@@ -300,8 +321,14 @@ class Strategy:
 
         return jax.tree.map(leaf, value, is_leaf=_is_distributed)
 
+    def merge_components(self, stacked: Any, aggregation: str) -> Any:
+        """The one value that stands for all components of a per-replica variable, in their dtype."""
+        return self._compute(state.merge_components, stacked, aggregation)
+
     def _compute(self, fn: Callable[..., Any], stacked: Any, *options: Any) -> Any:
+        """Call ``fn(stacked, *options)``, in which replicas meet, outside of them."""
         if not state.top().is_eager or _jax.is_tracer(stacked):
+            state.top().base.note_use(self)
             result = fn(stacked, *options)
             if _jax.in_replica_trace() or self.num_replicas == 1:
                 return result
@@ -625,6 +652,11 @@ class TPU(Mirrored):
 
     Raises:
         DeviceError: when JAX sees no TPU.
+
+    Example:
+        >>> strategy = px.TPU() if jax.default_backend() == "tpu" else px.Mirrored()
+        >>> strategy.num_replicas == len(jax.devices())
+        True
     """
 
     def __init__(self, resolver: Any = None, single_core: bool = False) -> None:

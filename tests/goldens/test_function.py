@@ -11,7 +11,7 @@ from jax.experimental import io_callback
 
 import phalanx as px
 from goldens.kit import attempt, check, components, differs, each, replay, runners
-from phalanx.errors import AggregationRequiredError, ArgumentTypeError, TracingError
+from phalanx.errors import AggregationRequiredError, ArgumentTypeError, StrategyError, TracingError
 
 
 def _variable(strategy, value, **options):
@@ -62,13 +62,12 @@ def test_python_numbers_are_traced_and_keep_their_type(golden, strategy):
         y = f(makers[kind](value) if kind in makers else value)
         values.append([y, y.dtype.name] if isinstance(y, jax.Array) else y)
         counts.append(f.trace_count)
-    #                 1  1  2  1.0 1.0 True 2.5 int32 ... numpy "a" "b" "a" None None
-    assert counts == [1, 1, 1, 2, 2, 3, 3, 4, 4, 4, 5, 6, 6, 7, 7]
+    numbers, others = [1, 1, 1, 2, 2, 3, 3], [4, 4, 4, 5, 6, 6, 7, 7]  # ints share a trace, floats do
+    assert counts == numbers + others
     expected = list(golden.expect["values"])
     expected[3:6] = [[2.0, "float32"], [2.0, "float32"], True]
     expected[10:13] = ["a", "b", "a"]
     check(values, expected)
-    assert all(new <= theirs for new, theirs in zip(counts[:5], [1, 1, 2, 3, 3]))
 
 
 @differs("fn_trace_count_structures", "a scale that changes is no new trace")
@@ -405,6 +404,12 @@ def test_aggregating_updates_in_nested_traced_code(golden, strategy):
         golden.check(outcome(program), "a_run_of_traced_function", "components")
     with pytest.raises(AggregationRequiredError):
         outcome(programs["b"], aggregation="none")
+
+    def on_its_own_condition(add):
+        in_function(lambda: px.cond(px.get_replica_context().replica_id >= 0, add, add))
+
+    with pytest.raises(StrategyError, match="may differ between the replicas"):
+        outcome(on_its_own_condition)
 
 
 # ---- nesting, gradients --------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from phalanx.errors import ArgumentError, ArgumentTypeError
+from phalanx.variables import Variable
 
 Array = np.ndarray[Any, Any]
 
@@ -29,7 +30,7 @@ def packages(value: Any) -> set[str]:
 
 def is_array(value: Any) -> bool:
     """Whether rows of `value` can be read by index."""
-    if isinstance(value, (np.ndarray, jax.Array)):
+    if isinstance(value, (np.ndarray, jax.Array, Variable)):
         return True
     libraries = {"h5py", "torch", "tensorflow"}
     return hasattr(value, "shape") and hasattr(value, "dtype") and not libraries.isdisjoint(packages(value))
@@ -62,7 +63,8 @@ def _of_tensor(tensor: Any) -> Array:
 
 def check_numeric(dtype: Any, what: str) -> None:
     """Raise for strings and objects, which no device can hold."""
-    if getattr(dtype, "kind", "O") not in "biufcV":
+    kind = getattr(dtype, "kind", "O")
+    if kind not in "biufcV" or dtype.type is np.void:  # kind V: bfloat16 and others that JAX adds
         raise ArgumentTypeError(
             f"distribute_dataset: {what} is not numeric (dtype {dtype}). Turn it into numbers on the host, with a map"
             " before distribute_dataset; or feed the number of the row instead and look the value up with it."
@@ -72,10 +74,16 @@ def check_numeric(dtype: Any, what: str) -> None:
 # ---- pytrees of arrays ---------------------------------------------------------------------------
 
 
-def flatten(tree: Any) -> tuple[list[str], list[Any], Any]:
+def flatten(tree: Any, name: str = "") -> tuple[list[str], list[Any], Any]:
     """Paths of the leaves as messages call them, the leaves, and the structure."""
-    found, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, Iterator))
-    return [jax.tree_util.keystr(path) or "the array" for path, _ in found], [leaf for _, leaf in found], structure
+    try:
+        found, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, Iterator))
+    except (TypeError, ValueError) as error:
+        raise ArgumentTypeError(
+            f"distribute_dataset: JAX cannot take the {name or 'element'} apart: {error}"
+        ) from error
+    paths = [name + jax.tree_util.keystr(path) or "the array" for path, _ in found]
+    return paths, [leaf for _, leaf in found], structure
 
 
 @dataclass
