@@ -54,10 +54,11 @@ class Progress(Generic[T]):
             yield from self._iterable
             return
         with ExitStack() as stack:
-            yield from self._shown_on(_display(self._description, stack))
+            total = self._total()
+            yield from self._shown_on(_display(self._description, total, stack), total)
 
-    def _shown_on(self, display: _Display) -> Iterator[T]:
-        total, done, finished = self._total(), 0, False
+    def _shown_on(self, display: _Display, total: int | None) -> Iterator[T]:
+        done, finished = 0, False
         start = last = time.perf_counter()
         try:
             for item in self._iterable:
@@ -110,10 +111,10 @@ def _text(value: Any) -> str:
 # ---- displays ------------------------------------------------------------------------------------
 
 
-def _display(description: str, stack: ExitStack) -> _Display:
+def _display(description: str, total: int | None, stack: ExitStack) -> _Display:
     if getattr(sys.stdout, "isatty", lambda: False)():
         try:
-            return _Bar(description, stack)
+            return _Bar(description, total, stack)
         except ImportError:  # rich is an extra; lines do without it
             pass
     return _Lines(description)
@@ -124,7 +125,7 @@ class _Bar:
 
     seconds = 0.1
 
-    def __init__(self, description: str, stack: ExitStack) -> None:
+    def __init__(self, description: str, total: int | None, stack: ExitStack) -> None:
         from rich import progress as bars
         from rich.console import Console
 
@@ -134,11 +135,12 @@ class _Bar:
             bars.MofNCompleteColumn(),
             bars.TextColumn("{task.fields[status]}"),
         )
-        self._bar = stack.enter_context(bars.Progress(*columns, console=Console()))
-        self._task = self._bar.add_task(description, total=None, status="")
+        self._bar = stack.enter_context(bars.Progress(*columns, console=Console(), auto_refresh=False))
+        self._task = self._bar.add_task(description, total=total, status="")
 
     def show(self, done: int, total: int | None, speed: float, metrics: str) -> None:
-        self._bar.update(self._task, completed=done, total=total, status=_status(done, total, speed, metrics))
+        status = _status(done, total, speed, metrics)
+        self._bar.update(self._task, completed=done, total=total, status=status, refresh=True)
 
 
 class _Lines:
