@@ -623,7 +623,7 @@ def local_aval(shape: tuple[int, ...], dtype: Any, *, weak_type: bool = False, v
 
 
 def type_of(value: Any) -> Any:
-    """The type of `value` as an input of a program: the same wherever it lies, as far as XLA places what it computes."""
+    """The type of `value` as an input of a program: the same on whatever devices it lies."""
     aval = jax.typeof(value)
     if in_replica_trace():
         return local_aval(aval.shape, aval.dtype, weak_type=aval.weak_type, varying=aval_varies(aval))
@@ -690,7 +690,8 @@ def line_of(equation: Any) -> str:
 
 # ---- gradients local to a replica ----------------------------------------------------------------
 
-_local = jax.make_user_context(False)
+_local = jax.make_user_context(None)
+"""What is done for a tape in a replica: "transpose", "derive" or nothing. JAX's caches tell them apart."""
 
 
 @contextlib.contextmanager
@@ -705,12 +706,22 @@ def local_gradients() -> Iterator[None]:
     replica's value enters the targets of all of them. Rules of `jax.custom_vjp`, written for one device, may give a
     varying cotangent for an invariant argument, which JAX's checks would refuse.
     """
-    with _local(True), _config.disable_bwd_checks(True):
+    with _local("transpose"), _config.disable_bwd_checks(True):
+        yield
+
+
+@contextlib.contextmanager
+def local_derivatives() -> Iterator[None]:
+    """In `local_gradients`: the derivatives that JAX takes in the block will be transposed there too.
+
+    A cotangent typed as invariant, which it is not, may only be differentiated for such a block.
+    """
+    with _local("derive" if _local.value else None):
         yield
 
 
 def _typed_invariant_jvp(primals: Any, tangents: Any) -> Any:
-    if not _local.value:
+    if _local.value != "derive":
         raise TapeError(
             "The gradient that a tape in a replica took, with respect to an array that is the same on all replicas, is"
             " differentiated again by something outside that replica's tapes (jax.grad, or a tape around strategy.run)."

@@ -95,7 +95,8 @@ def _rules() -> Iterator[None]:
 
 def _vjp(operation: _jax.Operation, args: Sequence[Any], mask: Mask) -> tuple[list[Any], _Pull]:
     watched = _watched(args, mask)
-    _, pullback, outs = jax.vjp(_of_watched(operation, args, mask), *watched, has_aux=True)
+    with _jax.local_derivatives():
+        _, pullback, outs = jax.vjp(_of_watched(operation, args, mask), *watched, has_aux=True)
     inexact, zero = _inexact_positions(outs), _jax.zero_outputs(pullback)
     if len(outs) > 1 and any(zero) and operation.key() is not None:
         # An output that is computed from nothing watched is a constant, one whose derivative is zero is not.
@@ -116,7 +117,8 @@ def _push(operation: _jax.Operation, mask: Mask) -> Callable[[list[Any], list[An
     def push(args: list[Any], tangents: list[Any]) -> tuple[list[Any], list[Any]]:
         run, primals = _of_watched(operation, args, mask), _watched(args, mask)
         tangents = [_jax.typed_as(jax.typeof(x), t) for x, t in zip(primals, tangents)]
-        _, derivatives, outs = jax.jvp(run, primals, tangents, has_aux=True)
+        with _jax.local_derivatives():
+            _, derivatives, outs = jax.jvp(run, primals, tangents, has_aux=True)
         found = dict(zip(_inexact_positions(outs), derivatives))
         return outs, [found.get(i) for i in range(len(outs))]
 
