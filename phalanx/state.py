@@ -243,6 +243,10 @@ class Frame(ABC):
     def handed_out(self, variable: Variable) -> None:
         """User code got hold of the stored array itself."""
 
+    def load_as_input(self, variable: Variable) -> Any:
+        """The stored array for a program that is called here."""
+        return self.load(variable)
+
     @abstractmethod
     def created(self, variable: Variable, stored: Any) -> None:
         """A variable was born here."""
@@ -316,7 +320,8 @@ class TraceFrame(Frame):
         self.values: dict[Variable, Any] = {}
         self.captures: dict[Capture, int] = {}
         """The input of the program that each variable read from outside became."""
-        self._views: dict[Variable, Any] = {}
+        self._read_again: dict[Capture, tuple[Any, Any]] = {}
+        """Variables read after they were assigned: the assigned value, and what readers got."""
         self.written: dict[Variable, str] = {}
         """The variables that the body assigned, each with the user's line that did so last."""
         self.in_order = False
@@ -337,8 +342,10 @@ class TraceFrame(Frame):
             self.strategy = strategy
 
     def type_of(self, variable: Variable) -> Any:
-        if variable in self.values:
-            return jax.typeof(self.values[variable])
+        return jax.typeof(self.values[variable]) if variable in self.values else self.type_outside(variable)
+
+    def type_outside(self, variable: Variable) -> Any:
+        """Type of the stored array as the program gets it."""
         assert self.parent is not None
         return self.parent.base.type_of(variable)
 
@@ -351,27 +358,45 @@ class TraceFrame(Frame):
                     raise frozen(variable, "jit")
                 _stack.bodies_read = True
         if variable not in self.values:
-            self.values[variable] = self._capture(variable, False, self.type_of(variable))
+            self.values[variable] = self._entry(variable)
         return self.values[variable]
 
     def load_for_read(self, variable: Variable) -> Any:
-        stored = self.load(variable)
-        if (variable, False) not in self.captures or stored is not self.tracing.inputs[self.captures[variable, False]]:
-            return stored
         assert self.parent is not None
+        # A tape around this program sees a mirrored variable as varying, updates must see it as invariant.
         seen_by_tapes = self.inherits_tapes and _jax.in_replica_trace() and tapes_lift(self.parent, variable)
-        if variable.per_replica or not seen_by_tapes:
-            return stored
-        # A tape around this program sees the variable as varying, updates must see it as invariant.
-        if variable not in self._views:
-            aval = _jax.local_aval(variable.shape, variable.dtype, varying=True)
-            self._views[variable] = self._capture(variable, True, aval)
-        return self._views[variable]
+        return self._read(variable, self.load(variable), lifted=seen_by_tapes and not variable.per_replica)
 
-    def _capture(self, variable: Variable, lifted: bool, aval: Any) -> Any:
+    def load_as_input(self, variable: Variable) -> Any:
+        return self._read(variable, self.load(variable), lifted=False)
+
+    def _read(self, variable: Variable, stored: Any, lifted: bool) -> Any:
+        """What `stored` is for a reader: its gradient is the variable's, not that of what was assigned to it."""
+        if (variable, False) in self.captures and stored is self._entry(variable):
+            return self._entry(variable, lifted)
+        if variable in self.initial or not jnp.issubdtype(variable.dtype, jnp.inexact):
+            return stored
+        known = self._read_again.get((variable, lifted))
+        if known is None or known[0] is not stored:
+            entry = self._entry(variable, lifted)
+            with _jax.using_trace(self.tracing.trace):
+                again = _jax.read_again(_jax.lift(stored) if lifted else stored, entry)
+            known = self._read_again[variable, lifted] = (stored, again)
+        return known[1]
+
+    def _entry(self, variable: Variable, lifted: bool = False) -> Any:
+        """The input of the program that the variable is."""
+        if (variable, lifted) not in self.captures:
+            aval = self.type_outside(variable)
+            if lifted:
+                aval = _jax.local_aval(variable.shape, variable.dtype, varying=True)
+            self._capture(variable, lifted, aval)
+        return self.tracing.inputs[self.captures[variable, lifted]]
+
+    def _capture(self, variable: Variable, lifted: bool, aval: Any) -> None:
         self.note_use(variable.strategy)
         self.captures[variable, lifted] = len(self.tracing.inputs)
-        return self.tracing.input(aval)
+        self.tracing.input(aval)
 
     def store(self, variable: Variable, stored: Any) -> None:
         refuse_transformations(variable, self.tracing.trace)
@@ -405,6 +430,9 @@ class ContextFrame(Frame):
 
     def load_for_read(self, variable: Variable) -> Any:
         return self.place.load_for_read(variable)
+
+    def load_as_input(self, variable: Variable) -> Any:
+        return self.place.load_as_input(variable)
 
     def type_of(self, variable: Variable) -> Any:
         return self.place.type_of(variable)
@@ -571,10 +599,10 @@ def load_for_call(capture: Capture) -> Any:
     """The stored array as an input of a program that is called here; active tapes are told."""
     variable, lifted = capture
     frame = _stack.top
-    stored = frame.base.load_for_read(variable) if lifted else frame.base.load(variable)
+    stored = frame.base.load_for_read(variable) if lifted else frame.base.load_as_input(variable)
     if not _jax.is_eager():
         frame.base.handed_out(variable)
-    if _jax.in_replica_trace() and not lifted:
+    if _jax.in_replica_trace() and not lifted and not variable.per_replica:
         # The program takes the invariant value; tapes that want it varying are told of their own capture.
         return _tell_tapes(frame, variable, stored, lifting=False)
     value = _tell_tapes(frame, variable, stored)

@@ -135,9 +135,9 @@ class Variable:
             check_kind(self.label, array.dtype, dtype)
         with state.lifted_out():
             if isinstance(array, jax.Array):
-                return array if dtype is None or dtype == array.dtype else array.astype(dtype)
+                return definite(array, dtype or array.dtype)
             if dtype is None and not isinstance(initial_value, (np.ndarray, np.generic)):
-                dtype = jnp.result_type(_weak_type_of(array.dtype))
+                dtype = jnp.result_type(weak_type_of(array.dtype))
             # A copy: on a CPU JAX may share memory with NumPy, whose owner can write to it.
             return jnp.array(array, dtype)
 
@@ -556,30 +556,6 @@ def _is_strong(array: Any) -> bool:
     return isinstance(array, jax.Array) and not array.weak_type
 
 
-def _weak_type_of(dtype: Any) -> Any:
+def weak_type_of(dtype: Any) -> Any:
+    """The Python type whose numbers become arrays of this kind."""
     return {"b": bool, "i": int, "u": int, "f": float, "c": complex}[np.dtype(dtype).kind]
-
-
-# ---- operators -----------------------------------------------------------------------------------
-
-
-def _forward(name: str) -> Callable[..., Any]:
-    def method(self: Any, *others: Any) -> Any:
-        operands = [o.value if isinstance(o, (Variable, Component)) else o for o in others]
-        return getattr(self.value, name)(*operands)
-
-    method.__name__ = name
-    return method
-
-
-_BINARY = "add sub mul truediv floordiv mod divmod pow matmul and or xor lshift rshift".split()
-_NAMES = [f"__{p}{name}__" for name in _BINARY for p in ("", "r")]
-_NAMES += [f"__{name}__" for name in ("eq", "ne", "lt", "le", "gt", "ge", "neg", "pos", "abs", "invert", "round")]
-
-for _name in _NAMES:
-    setattr(Variable, _name, _forward(_name))
-    if _name not in ("__eq__", "__ne__"):
-        setattr(Component, _name, _forward(_name))
-
-_jax.register_array_like(Variable, lambda variable: variable.value)
-_jax.register_array_like(Component, lambda component: component.value)
