@@ -13,7 +13,7 @@ from phalanx import _jax
 from phalanx._identities import Identities
 from phalanx._linearize import push_forward
 from phalanx.errors import ArgumentError, ArgumentTypeError, TapeError
-from phalanx.tape import OpenTape
+from phalanx.tape import OpenTape, check_unconnected
 from phalanx.variables import Component, Variable, check_kind, to_array
 
 
@@ -81,8 +81,7 @@ class ForwardAccumulator(OpenTape):
         Raises:
             ArgumentError: for another `unconnected_gradients`.
         """
-        if unconnected_gradients not in ("none", "zero"):
-            raise ArgumentError(f"unconnected_gradients must be 'none' or 'zero', got {unconnected_gradients!r}.")
+        check_unconnected(unconnected_gradients)
 
         return jax.tree.map(lambda value: self._derivative(value, unconnected_gradients), target, is_leaf=_is_variable)
 

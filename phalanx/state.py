@@ -146,10 +146,14 @@ class CrossReplica(Context):
         """The components after an assignment: they merge to `value` again."""
         n = variable.num_components
         value = jnp.asarray(value, variable.dtype)
-        if variable.aggregation == "sum" and n > 1:
-            # Rounded toward zero for integers, as in TensorFlow 2.21 (peer: var_on_read_int_sum_cross_assign).
-            value = (value / n).astype(variable.dtype)
-        return jnp.broadcast_to(value[None], (n, *value.shape))
+        if variable.aggregation != "sum" or n == 1:
+            return jnp.broadcast_to(value[None], (n, *value.shape))
+        if jnp.issubdtype(variable.dtype, jnp.inexact):
+            return jnp.broadcast_to((value / n)[None], (n, *value.shape))
+        # The first replica takes what does not divide: a count reads back as it was assigned.
+        part = jax.lax.div(value, jnp.asarray(n, variable.dtype))
+        parts = jnp.broadcast_to(part[None], (n, *value.shape))
+        return parts.at[0].add(value - part * n)
 
     def require_merge(self, variable: Variable) -> None:
         """Raise unless the variable says how its components merge."""
@@ -183,6 +187,40 @@ def refuse_foreign(variable: Variable, strategy: Any, action: str) -> None:
 lock = threading.RLock()
 """Held in eager code while the arrays in variables are handed out, given away or replaced."""
 
+_turns = threading.RLock()
+_calling_back: list[int] = []
+"""The thread whose program, running now, calls Python functions."""
+
+
+def turn() -> AbstractContextManager[Any]:
+    """Held by who updates variables, from reading the old values to storing the new ones; before `lock`.
+
+    Programs that call Python functions run in it without `lock`, so that these functions can read variables.
+
+    Raises:
+        StrategyError: in such a function, whose program waits for it.
+    """
+    if _calling_back:
+        thread = threading.current_thread()
+        # JAX calls back in the thread that runs the program, or in one that Python did not start.
+        if thread.ident in _calling_back or isinstance(thread, threading._DummyThread):
+            raise StrategyError(
+                "A Python function that a running program calls (jax.pure_callback, io_callback, debug.callback) assigns"
+                f" variables or calls a traced function, at {_jax.user_line()}. It may read variables only: the program"
+                " has their new values. Return the value from the program and use it afterwards."
+            )
+    return _turns
+
+
+@contextmanager
+def calling_back() -> Iterator[None]:
+    """In a `turn`: the block runs a program that calls Python functions, and waits for it."""
+    _calling_back.append(threading.get_ident())
+    try:
+        yield
+    finally:
+        _calling_back.pop()
+
 
 def set_all(objects: Iterable[Any], name: str, values: Iterable[Any]) -> None:
     """Set an attribute of several objects in one call into C: an interrupt finds all of them set or none."""
@@ -211,6 +249,10 @@ class Frame(ABC):
     lock: AbstractContextManager[Any] = nullcontext()
     """Held while a variable is read or updated here."""
 
+    def turn(self) -> AbstractContextManager[Any]:
+        """Held around an update, from reading the old value to storing the new one."""
+        return self.lock
+
     is_eager = False
     inherits_tapes = False
 
@@ -225,6 +267,10 @@ class Frame(ABC):
 
     def load_for_read(self, variable: Variable) -> Any:
         """The stored array for user code that reads it."""
+        return self.load(variable)
+
+    def load_as_input(self, variable: Variable) -> Any:
+        """The stored array for a program that is called here."""
         return self.load(variable)
 
     @abstractmethod
@@ -242,10 +288,6 @@ class Frame(ABC):
 
     def handed_out(self, variable: Variable) -> None:
         """User code got hold of the stored array itself."""
-
-    def load_as_input(self, variable: Variable) -> Any:
-        """The stored array for a program that is called here."""
-        return self.load(variable)
 
     @abstractmethod
     def created(self, variable: Variable, stored: Any) -> None:
@@ -268,6 +310,9 @@ class EagerFrame(Frame):
 
     def __init__(self) -> None:
         self.context = CrossReplica()
+
+    def turn(self) -> AbstractContextManager[Any]:
+        return turn()
 
     def load(self, variable: Variable) -> Any:
         for trace in _jax.trace_chain():
@@ -424,6 +469,9 @@ class ContextFrame(Frame):
         self.context = context
         self.place = parent.base
         self.lock = self.place.lock
+
+    def turn(self) -> AbstractContextManager[Any]:
+        return self.place.turn()
 
     def load(self, variable: Variable) -> Any:
         return self.place.load(variable)
@@ -624,7 +672,7 @@ def _tell_tapes(frame: Frame, variable: Variable, value: Any, lifting: bool = Tr
 def assign(variable: Variable, value: Any, op: Op) -> None:
     """Update the variable by the rules of the place we are in."""
     base = _stack.top.base
-    with base.lock:
+    with base.turn(), base.lock:
         base.context.assign(variable, value, op, base)
 
 

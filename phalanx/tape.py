@@ -323,8 +323,7 @@ class GradientTape(OpenTape):
             >>> tape.gradient(y, {"w": w, "b": b})
             {'b': None, 'w': Array([2., 4.], dtype=float32)}
         """
-        if unconnected_gradients not in ("none", "zero"):
-            raise ArgumentError(f"unconnected_gradients must be 'none' or 'zero', got {unconnected_gradients!r}.")
+        check_unconnected(unconnected_gradients)
         targets = self._targets(target)
         seeds = _seeds(targets, target, output_gradients)
         leaves, structure = _sources(sources)
@@ -354,6 +353,7 @@ class GradientTape(OpenTape):
             Array([[2., 0.],
                    [0., 4.]], dtype=float32)
         """
+        check_unconnected(unconnected_gradients)
         (array,) = self._single(target, "jacobian")
         leaves, structure = _sources(sources)
         with self._differentiating():
@@ -379,6 +379,7 @@ class GradientTape(OpenTape):
             ArgumentError: when the first dimensions differ.
             TapeError: as in `gradient`.
         """
+        check_unconnected(unconnected_gradients)
         (array,) = self._single(target, "batch_jacobian")
         leaves, _ = _sources(source)
         shape = _shape(leaves[0]) if len(leaves) == 1 else None
@@ -547,6 +548,12 @@ def _seeds(targets: list[Any], target: Any, output_gradients: Any) -> list[Any]:
 
 def _shape(source: Any) -> tuple[int, ...]:
     return tuple(source.shape)
+
+
+def check_unconnected(option: Any) -> None:
+    """Raise unless it is one of the two ways to answer for what has no gradient."""
+    if option not in ("none", "zero"):
+        raise ArgumentError(f"unconnected_gradients must be 'none' or 'zero', got {option!r}.")
 
 
 def _finish(grad: Any, source: Any, unconnected: Unconnected, prefix: Sequence[int] = ()) -> Any:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal, TypeAlias, cast, get_args
 
 import jax
@@ -12,7 +11,9 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from phalanx import _jax, state
+from phalanx._as_array import AsArray
 from phalanx.errors import (
+    AggregationRequiredError,
     ArgumentError,
     ArgumentTypeError,
     AssignmentError,
@@ -26,7 +27,7 @@ Synchronization = Literal["auto", "on_write", "on_read"]
 InitialValue: TypeAlias = ArrayLike | Callable[[], ArrayLike]
 
 
-class Variable:
+class Variable(AsArray):
     """A value that programs read and update; under a strategy every replica holds it.
 
     A *mirrored* variable (the default) has one value, kept equal on all replicas. A *per-replica*
@@ -60,8 +61,6 @@ class Variable:
 
     Semantics follow ``tf.Variable`` under ``tf.distribute`` (TensorFlow 2.21); see docs/differences.md.
     """
-
-    __array_priority__ = 1000
 
     _stored: Any
     _owned: bool
@@ -129,7 +128,7 @@ class Variable:
                     f"{self.label} is created at {self._created_at} from a value that belongs to a JAX"
                     " transformation. Create it outside, or give its initial value as a function without arguments."
                 )
-            return cast(jax.Array, initial_value if dtype is None else initial_value.astype(dtype))
+            return definite(initial_value, dtype or initial_value.dtype)
         array = to_array(self.label, "initial_value", initial_value)
         if dtype is not None and isinstance(initial_value, (bool, int, float, complex, list, tuple)):
             check_kind(self.label, array.dtype, dtype)
@@ -245,11 +244,10 @@ class Variable:
                 f"{self.label} has shape {self.shape}, got a value of shape {tuple(array.shape)} at"
                 f" {_jax.user_line()}. There is no broadcasting in assignments: use jnp.broadcast_to."
             )
-        if array.dtype == self.dtype:
-            return array if isinstance(array, jax.Array) else jnp.array(array)
         check_kind(self.label, array.dtype, self.dtype, exact=_is_strong(array))
         if isinstance(array, jax.Array):
-            return array.astype(self.dtype)
+            return definite(array, self.dtype)
+        check_range(self.label, array, self.dtype)
         return jnp.array(array, self.dtype)
 
     def _placed(self, stored: Any) -> Any:
@@ -263,56 +261,6 @@ class Variable:
         self._stored = stored
         if is_first and self.strategy is not None:
             self.strategy.register(self)
-
-    # ---- as an array ----
-
-    def __jax_array__(self) -> jax.Array:
-        return self.value
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-        return np.asarray(self.value, dtype)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or not hasattr(jax.Array, name):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self.value, name)
-
-    @property
-    def ndim(self) -> int:
-        """Number of axes."""
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return int(np.prod(self.shape, dtype=np.int64))
-
-    def __len__(self) -> int:
-        return len(self.value)
-
-    def __iter__(self) -> Iterator[jax.Array]:
-        return iter(self.value)
-
-    def __getitem__(self, index: Any) -> jax.Array:
-        return self.value[index]
-
-    def __bool__(self) -> bool:
-        return bool(self.value)
-
-    def __float__(self) -> float:
-        return float(self.value)
-
-    def __int__(self) -> int:
-        return int(self.value)
-
-    def __complex__(self) -> complex:
-        return complex(self.value)
-
-    def __index__(self) -> int:
-        return operator.index(self.value)
-
-    def __format__(self, spec: str) -> str:
-        return format(self.value if spec else repr(self), spec)
 
     __hash__ = object.__hash__
 
@@ -361,7 +309,7 @@ class Variable:
         self._replace(self._placed(stored))
 
 
-class Component:
+class Component(AsArray):
     """One replica's copy of a variable, for looking at and as a source of gradients.
 
     `container` is the variable, `replica_id` the replica. It can be used wherever JAX takes an array.
@@ -400,21 +348,15 @@ class Component:
         """Dtype of the value."""
         return self.container.dtype
 
-    def __jax_array__(self) -> jax.Array:
-        return self.value
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-        return np.asarray(self.value, dtype)
-
-    def __float__(self) -> float:
-        return float(self.value)
-
     def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, Component)
             and other.container is self.container
             and other.replica_id == self.replica_id
         )
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
 
     def __hash__(self) -> int:
         return hash((id(self.container), self.replica_id))
@@ -456,6 +398,13 @@ class _IndexedUpdate:
             ) from error
 
     def _assign(self, method: str, values: ArrayLike) -> Variable:
+        variable = self._variable
+        if state.context().in_replica and variable.aggregation == "sum" and not variable.per_replica:
+            raise AggregationRequiredError(
+                f"{variable.label} has aggregation 'sum': at[...].{method} in a replica, at {_jax.user_line()}, would sum"
+                " the elements that it leaves alone over the replicas too. Use at[...].add, which sums the increments, or"
+                " assign the whole value."
+            )
         return self._variable.assign(self._updated(self._variable.value, method, values))
 
     def _increment(self, values: ArrayLike) -> Any:
@@ -538,6 +487,24 @@ def _reason(error: Exception) -> str:
 
 
 _KINDS = {"b": 0, "u": 1, "i": 1, "f": 2, "V": 2, "c": 3}
+
+
+def definite(array: Any, dtype: Any) -> jax.Array:
+    """`array` in this dtype, and no longer with the weak one of a Python number, which would spread to results."""
+    if array.dtype == dtype and not getattr(array, "weak_type", False):
+        return cast(jax.Array, array)
+    return cast(jax.Array, jax.lax.convert_element_type(array, dtype))
+
+
+def check_range(label: str, array: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> None:
+    """Raise when integers of the host do not fit the variable's integer dtype."""
+    if array.size and np.issubdtype(array.dtype, np.integer) and np.issubdtype(dtype, np.integer):
+        limits = np.iinfo(dtype)
+        if array.min() < limits.min or array.max() > limits.max:
+            raise AssignmentError(
+                f"{label} has dtype {dtype}, which holds {limits.min} to {limits.max}; got values from {array.min()} to"
+                f" {array.max()} at {_jax.user_line()}."
+            )
 
 
 def check_kind(label: str, found: Any, wanted: Any, exact: bool = False) -> None:

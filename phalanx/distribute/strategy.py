@@ -143,10 +143,10 @@ class Strategy:
             )
         with state.lifted_out():
             stored = variable._stored
-            if variable.per_replica and stored is not None:
-                stored = jnp.broadcast_to(stored[:1], (self.num_replicas, *variable.shape))
             variable.strategy = self
             if stored is not None:
+                if variable.per_replica:
+                    stored = state.CrossReplica(self).spread(variable, stored[0])
                 variable._replace(self.place(stored, per_replica=variable.per_replica))
         self.register(variable)
 
