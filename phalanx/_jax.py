@@ -656,9 +656,6 @@ COLLECTIVES = frozenset(
 """Operations in which the replicas wait for each other."""
 
 
-_CALLBACKS = frozenset(("io_callback", "pure_callback", "debug_callback"))
-
-
 def has_collective(jaxpr: Any) -> bool:
     """True when the replicas wait for each other somewhere in the jaxpr."""
     return _has(jaxpr, COLLECTIVES)
@@ -666,7 +663,8 @@ def has_collective(jaxpr: Any) -> bool:
 
 def has_callback(jaxpr: Any) -> bool:
     """True when Python functions, which may raise, are called from the compiled program."""
-    return _has(jaxpr, _CALLBACKS)
+    # All but this one are effects of the program.
+    return bool(jaxpr.effects) or _has(jaxpr, frozenset(("pure_callback",)))
 
 
 def _has(jaxpr: Any, names: frozenset[str]) -> bool:

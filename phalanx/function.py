@@ -347,6 +347,8 @@ class Function(Generic[P, R]):
             if compiled.fits(traced, self._donate):
                 return compiled
         compiled = Compiled(traced, self._donate)
+        if compiled.calls_back:  # it fits no other trace
+            return compiled
         self._shared.insert(0, compiled)
         del self._shared[_SHARED_PROGRAMS:]
         return compiled
