@@ -23,6 +23,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src import api_util as _api_util
 from jax._src import array as _array
 from jax._src import config as _config
 from jax._src import core as _core
@@ -457,6 +458,17 @@ def register_array_like(cls: type, read: Callable[[Any], Any]) -> None:
 
 # ---- programs ------------------------------------------------------------------------------------
 
+
+def compiling() -> contextlib.AbstractContextManager[None]:
+    """`jax.disable_jit` around the block does not reach into it: a program of ours is one operation."""
+    return jax.disable_jit(False) if _config.disable_jit.value else contextlib.nullcontext()
+
+
+def results_are_checked() -> bool:
+    """Whether JAX looks for NaNs or infinities in the results of programs; it then wants their arguments again."""
+    return bool(_config.debug_nans.value or _config.debug_infs.value)
+
+
 _ended: weakref.WeakSet[Any] = weakref.WeakSet()
 _input_p = _jex.Primitive("phalanx_input")
 _input_p.def_abstract_eval(lambda *, aval, index: aval)
@@ -501,7 +513,10 @@ class Program:
     def bind(self, *args: Any) -> list[Any]:
         """One jit equation in the current trace (or one compiled call when eager)."""
         primitive, _, params = self.equation(args)
-        return list(primitive.bind(*args, **params))
+        try:
+            return list(primitive.bind(*args, **params))
+        except _api_util.InternalFloatingPointError as error:  # JAX's word to itself
+            raise FloatingPointError(f"invalid value ({error.ty}) encountered in {self.name}") from None
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         """`bind` with the values of all inputs that were asked for while tracing."""
@@ -529,7 +544,8 @@ class Program:
     def text(self) -> str:
         """The program in StableHLO: equal texts compute the same."""
         args = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self.jaxpr.jaxpr.invars]
-        return jax.jit(self.bind, keep_unused=True).lower(*args).as_text()
+        with compiling():
+            return str(jax.jit(self.bind, keep_unused=True).lower(*args).as_text())
 
 
 @functools.lru_cache(maxsize=1024)
@@ -540,7 +556,8 @@ def _jit_template(n_in: int, n_out: int, mesh: Any) -> tuple[Any, dict[str, Any]
         return [0.0] * n_out
 
     scalar = jax.ShapeDtypeStruct((), np.float32)
-    outer = jax.make_jaxpr(lambda *args: jax.jit(program)(*args))(*[scalar] * n_in)
+    with compiling():
+        outer = jax.make_jaxpr(lambda *args: jax.jit(program)(*args))(*[scalar] * n_in)
     equation = outer.jaxpr.eqns[0]
     return equation.primitive, dict(equation.params)
 

@@ -58,7 +58,10 @@ class Compiled:
             return program.bind(*[values[i] for i in places], *constants)
 
         flat.__name__ = program.name
-        self.run = jax.jit(flat, donate_argnums=(0,), out_shardings=_out_shardings(traced))
+        shardings = _out_shardings(traced)
+        self.run = jax.jit(flat, donate_argnums=(0,), out_shardings=shardings)
+        self.run_keeping = jax.jit(flat, out_shardings=shardings)
+        """The same, and nothing is given away; compiled only where it is called."""
 
     def fits(self, other: Traced, donate: bool) -> bool:
         """True when this program computes the same as another trace's; Python functions are not compared."""
@@ -96,8 +99,8 @@ class Launch:
         traced = self._traced
         variables = self._variables or self._sorted()
         outs: list[Any] = []
-        run = self._run_calling_back if self._compiled.calls_back else self._run
-        with state.turn():
+        run = self._run_keeping if self._compiled.calls_back or _jax.results_are_checked() else self._run
+        with state.turn(), _jax.compiling():
             if traced.in_order:
                 _wait_for_previous()
             try:
@@ -109,13 +112,13 @@ class Launch:
                 raise better from error
         return traced.results(outs[0])
 
-    def _run_calling_back(self, args: Sequence[Any], outs: list[Any], *variables: list[Variable]) -> None:
-        """Nothing is given away, so that others can read the variables meanwhile: the functions called back do."""
+    def _run_keeping(self, args: Sequence[Any], outs: list[Any], *variables: list[Variable]) -> None:
+        """Nothing is given away: after an error it is needed, and the functions called back may read it meanwhile."""
         donated, kept, written = variables
         with state.lock:
             inputs = self._inputs(args, list(map(_stored, donated)), kept)
         with state.calling_back(), HeldBack():
-            result = self._compiled.run(*inputs)
+            result = self._compiled.run_keeping(*inputs)
             jax.block_until_ready(result)
         with state.lock:
             outs.append(result)

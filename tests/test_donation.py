@@ -347,3 +347,21 @@ def test_an_optimizer_with_an_average_of_the_weights(place):
     for arrays, weights in held:
         assert arrays[0].tolist() == weights
         assert all(np.isfinite(a).all() for a in arrays)
+
+
+@pytest.mark.parametrize("setting", ["jax_debug_nans", "jax_debug_infs"])
+def test_a_result_that_jax_checks_and_refuses_leaves_the_variables_as_they_were(place, setting):
+    v = place.variable(START)
+    divide = place.step(lambda: v.assign_add(v.value * 0 / (v.value - v.value[0]) + jnp.log(v.value - v.value)))
+    step = place.step(lambda: v.assign_add(ONES))
+    step()
+    jax.config.update(setting, True)
+    try:
+        with pytest.raises(FloatingPointError, match="invalid value"):
+            divide()
+        assert v.numpy().tolist() == (START + 1).tolist()
+        step()
+    finally:
+        jax.config.update(setting, False)
+    step()
+    assert v.numpy().tolist() == (START + 3).tolist()

@@ -731,3 +731,19 @@ def test_each_thread_has_its_own_scope_and_trace():
         return px.get_strategy().num_replicas
 
     assert in_threads(2, work) == [2, 1]
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_without_jit_functions_do_the_same(warm):
+    v, x = px.Variable(np.zeros(3, np.float32)), jnp.arange(3.0) + warm
+    assign, add = px.function(lambda x: v.assign(x).value), px.function(lambda: v.assign_add(jnp.ones(3)))
+    if warm:
+        assign(x), add()
+    with jax.disable_jit():
+        assert assign(x).tolist() == x.tolist()
+        add()
+        add()
+        with px.GradientTape() as tape:
+            y = (v * v).sum()
+        assert tape.gradient(y, v).tolist() == (2 * x + 4).tolist()
+    assert v.numpy().tolist() == (x + 2).tolist()
