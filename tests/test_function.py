@@ -747,3 +747,29 @@ def test_without_jit_functions_do_the_same(warm):
             y = (v * v).sum()
         assert tape.gradient(y, v).tolist() == (2 * x + 4).tolist()
     assert v.numpy().tolist() == (x + 2).tolist()
+
+
+class Counter:
+    def __init__(self):
+        self.n = px.Variable(0.0)
+
+    @px.function
+    def count(self, x):
+        return self.n.assign_add(x).value
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_a_method_is_copied_as_methods_of_python_are(copied):
+    counter = Counter()
+    count = copied(counter.count)
+    assert float(count(2.0)) == float(count.__self__.n) == 2.0
+    assert (count == counter.count) == (count.__self__ is counter) == (copied is copy.copy)
+
+
+def test_types_stand_for_arrays_that_no_memory_would_hold():
+    f, runs = counted(lambda x: x.sum())
+    huge = jax.ShapeDtypeStruct((1 << 20, 1 << 22), jnp.float32)
+    assert f.get_concrete_function(huge).name == f.name
+    assert f.cost(huge)["flops"] > 1 << 41
+    assert "1048576x4194304xf32" in f.lower(huge).as_text()
+    assert f.trace_count == 1
