@@ -156,10 +156,14 @@ class OperationTrace(_core.Trace):  # type: ignore[misc]
 
     def process_primitive(self, primitive: Any, tracers: Any, params: Any, /) -> Any:
         observer = self.observer
-        if observer is None or not observer.wants(tracers):
+        if observer is None:
+            return self.parent_trace.process_primitive(primitive, tracers, params)
+        if primitive not in _WITHOUT_BODIES:
+            primitive, tracers, params = _open_closures(observer, primitive, tracers, params)
+        if not observer.wants(tracers):
             return self.parent_trace.process_primitive(primitive, tracers, params)
         with using_trace(self.parent_trace):
-            if primitive.name == "stop_gradient":  # the identity: its result, which nothing flows through, is a new value
+            if primitive.name == "stop_gradient":  # an identity whose result, where nothing flows, is a new value
                 return alias(tracers[0])
             outs = observer.observe(Operation(primitive, params), list(tracers))
         return outs if primitive.multiple_results else outs[0]
@@ -269,6 +273,57 @@ class _NoClosures:
         return False
 
 
+_WITHOUT_BODIES: set[Any] = set()
+"""Primitives that were seen to have no jaxprs among their parameters."""
+
+_closed_over: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+_opened: weakref.WeakKeyDictionary[Any, Program] = weakref.WeakKeyDictionary()
+
+
+def _open_closures(observer: Any, primitive: Any, args: Any, params: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
+    """The same operation with watched arrays that a jitted function closes over among its arguments.
+
+    In eager code what is closed over is a plain array, which `jax.jit` keeps as a constant of its program; all other
+    operations with bodies take such arrays as arguments already.
+    """
+    bodies = list(_core.jaxprs_in_params(params))
+    if not bodies:
+        _WITHOUT_BODIES.add(primitive)
+    closed = params.get("jaxpr")
+    constants = list(getattr(closed, "consts", ()))
+    if constants and observer.wants(constants):
+        if closed not in _opened:
+            _opened[closed] = _with_constants_as_inputs(closed, str(params.get("name", primitive)))
+        return _open_closures(observer, *_opened[closed].equation([*constants, *args]))
+    if observer.wants([x for body in bodies for x in _constants_within(body)]):
+        raise TapeError(
+            f"{params.get('name', primitive)} at {user_line()}: a function under jax.jit, in a body that JAX traces,"
+            " closes over a value that a tape watches, which it takes for a constant. Pass the value as an argument."
+        )
+    return primitive, args, params
+
+
+def _constants_within(jaxpr: Any) -> list[Any]:
+    """Constants of jitted functions that are called anywhere in the jaxpr."""
+    found = _closed_over.get(jaxpr)
+    if found is None:
+        found = []
+        for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+            found += getattr(equation.params.get("jaxpr"), "consts", ())
+            for inner in inner_jaxprs(equation):
+                found += _constants_within(inner)
+        _closed_over[jaxpr] = found
+    return found
+
+
+def _with_constants_as_inputs(closed: Any, name: str) -> Program:
+    constvars = list(getattr(closed, "constvars", ())) or list(closed.jaxpr.constvars)
+    debug = closed.jaxpr.debug_info.with_unknown_names()
+    invars = [*constvars, *closed.jaxpr.invars]
+    jaxpr = closed.jaxpr.replace(constvars=[], invars=invars, debug_info=debug)
+    return Program(name, _jex.ClosedJaxpr(jaxpr, []), list(range(len(invars))), [])
+
+
 class Operation:
     """One primitive with its parameters: a function from arrays to a list of arrays."""
 
@@ -284,7 +339,7 @@ class Operation:
 
     def key(self) -> Hashable | None:
         """Equal for operations that compute the same, without keeping jaxprs alive; None when there is none."""
-        key = (self.primitive, tuple((name, _without_jaxprs(value)) for name, value in self.params.items()))
+        key = (self.primitive, *self.params, *map(_without_jaxprs, self.params.values()))
         try:
             hash(key)
         except TypeError:
@@ -294,8 +349,9 @@ class Operation:
     @staticmethod
     def of(key: Any) -> Operation:
         """The operation with this key, for as long as somebody else keeps its jaxprs."""
-        primitive, params = key
-        return Operation(primitive, {name: _with_jaxprs(value) for name, value in params})
+        primitive, *items = key
+        names, values = items[: len(items) // 2], items[len(items) // 2 :]
+        return Operation(primitive, dict(zip(names, map(_with_jaxprs, values))))
 
 
 class CustomOperation(Operation):
@@ -327,12 +383,27 @@ _Jaxpr = (_core.Jaxpr, _jex.ClosedJaxpr)
 
 
 class _Reference(weakref.ref):  # type: ignore[type-arg]
+    """A jaxpr that is not kept alive."""
+
+    __slots__ = ()
+
+
+class _References(tuple[Any, ...]):
+    """A tuple some of whose items are references, after its type."""
+
     __slots__ = ()
 
 
 def zero_outputs(pullback: Any) -> list[bool]:
     """Which outputs of the function that `jax.vjp` differentiated have no derivative but zero."""
     return list(pullback.fun.args[1])
+
+
+def pulled_to(pullback: Any, outputs: Sequence[bool]) -> list[bool]:
+    """To which inputs cotangents of these outputs (without those of `zero_outputs`) come back."""
+    linear = pullback.jaxpr
+    _, used = _pe.dce_jaxpr(getattr(linear, "jaxpr", linear), list(outputs))
+    return list(used[-pullback.in_tree.num_leaves :])
 
 
 def reaches(operation: Operation, args: Sequence[Any], mask: Sequence[bool]) -> list[bool]:
@@ -349,15 +420,15 @@ def reaches(operation: Operation, args: Sequence[Any], mask: Sequence[bool]) -> 
 def _without_jaxprs(value: Any) -> Any:
     if isinstance(value, _Jaxpr):
         return _Reference(value)
-    if isinstance(value, tuple):
-        return (type(value), *map(_without_jaxprs, value))
+    if isinstance(value, tuple) and any(isinstance(item, (*_Jaxpr, tuple)) for item in value):
+        return _References((type(value), *map(_without_jaxprs, value)))
     return value
 
 
 def _with_jaxprs(value: Any) -> Any:
     if isinstance(value, _Reference):
         return value()
-    if isinstance(value, tuple):
+    if isinstance(value, _References):
         make, *items = value
         items = list(map(_with_jaxprs, items))
         return make(*items) if hasattr(make, "_fields") else make(items)
@@ -378,7 +449,7 @@ class OperationCache:
         entry = self._entries.get(full)
         if entry is None:
             entries = self._entries
-            refs = [weakref.ref(ref(), lambda _: entries.pop(full, None)) for ref in _references(key)]
+            refs = [weakref.ref(ref(), lambda _: entries.pop(full, None)) for part in key for ref in _references(part)]
             entry = self._entries[full] = (self._make(key, *rest), refs)
             while len(self._entries) > self._size:
                 self._entries.pop(next(iter(self._entries)), None)
@@ -388,7 +459,7 @@ class OperationCache:
 def _references(key: Any) -> Iterator[Any]:
     if isinstance(key, _Reference):
         yield key
-    elif isinstance(key, tuple):
+    elif isinstance(key, _References):
         for item in key:
             yield from _references(item)
 
@@ -718,8 +789,7 @@ def line_of(equation: Any) -> str:
 
 # ---- gradients local to a replica ----------------------------------------------------------------
 
-_local = jax.make_user_context(None)
-"""What is done for a tape in a replica: "transpose", "derive" or nothing. JAX's caches tell them apart."""
+_local = jax.make_user_context(False)
 
 
 @contextlib.contextmanager
@@ -734,39 +804,39 @@ def local_gradients() -> Iterator[None]:
     replica's value enters the targets of all of them. Rules of `jax.custom_vjp`, written for one device, may give a
     varying cotangent for an invariant argument, which JAX's checks would refuse.
     """
-    with _local("transpose"), _config.disable_bwd_checks(True):
+    with _local(True), _config.disable_bwd_checks(True):
         yield
 
 
-@contextlib.contextmanager
-def local_derivatives() -> Iterator[None]:
-    """In `local_gradients`: the derivatives that JAX takes in the block will be transposed there too.
-
-    A cotangent typed as invariant, which it is not, may only be differentiated for such a block.
-    """
-    with _local("derive" if _local.value else None):
-        yield
+def local_lift(value: Any) -> Any:
+    """`lift` for a value that is the replica's own whatever its type says: a cotangent, a tangent."""
+    return value if varies(value) else _local_lift_p.bind(value)
 
 
-def _typed_invariant_jvp(primals: Any, tangents: Any) -> Any:
-    if _local.value != "derive":
-        raise TapeError(
-            "The gradient that a tape in a replica took, with respect to an array that is the same on all replicas, is"
-            " differentiated again by something outside that replica's tapes (jax.grad, or a tape around strategy.run)."
-            " Use a px.Variable instead of the array, or a second px.GradientTape in the replica."
-        )
-    return _typed_invariant_linear(primals, tangents)
+def _cast(name: str, varying: bool, transpose: Callable[[Any], Any]) -> Any:
+    """A primitive that changes the type of a value and nothing else."""
+
+    def of_cotangent(ct: Any) -> list[Any]:
+        if not _local.value:
+            raise TapeError(
+                "The gradient that a tape in a replica took, with respect to an array that is the same on all replicas,"
+                " is differentiated again by something outside that replica's tapes (jax.grad, or a tape around"
+                " strategy.run). Use a px.Variable instead of the array, or a second px.GradientTape in the replica."
+            )
+        return [transpose(ct)]
+
+    primitive = _jex.Primitive(name)
+    primitive.def_abstract_eval(
+        lambda aval: local_aval(aval.shape, aval.dtype, weak_type=aval.weak_type, varying=varying)
+    )
+    _ad.deflinear(primitive, of_cotangent)
+    _batching.defvectorized(primitive)
+    _mlir.register_lowering(primitive, lambda ctx, x: [x])
+    return primitive
 
 
-_typed_invariant_p = _jex.Primitive("phalanx_typed_invariant")
-_typed_invariant_p.def_abstract_eval(
-    lambda aval: local_aval(aval.shape, aval.dtype, weak_type=aval.weak_type, varying=False)
-)
-_ad.deflinear(_typed_invariant_p, lambda ct: [lift(ct)])
-_typed_invariant_linear = _ad.primitive_jvps[_typed_invariant_p]
-_ad.primitive_jvps[_typed_invariant_p] = _typed_invariant_jvp
-_batching.defvectorized(_typed_invariant_p)
-_mlir.register_lowering(_typed_invariant_p, lambda ctx, x: [x])
+_typed_invariant_p = _cast("phalanx_typed_invariant", False, local_lift)
+_local_lift_p = _cast("phalanx_local_lift", True, _typed_invariant_p.bind)
 
 
 def _replace_transpose(primitive: Any, local: Callable[..., Any]) -> None:
@@ -786,7 +856,7 @@ def _transpose_lift(original: Any, ct: Any, x: Any, **params: Any) -> Any:
 
 
 def _transpose_reduction(original: Any, ct: Any, x: Any, **params: Any) -> Any:
-    return original(jax.lax.psum(lift(ct), REPLICA_AXIS), x, **params)
+    return original(jax.lax.psum(local_lift(ct), REPLICA_AXIS), x, **params)
 
 
 _replace_transpose(_core.pvary_p, _transpose_lift)
