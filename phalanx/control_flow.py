@@ -63,9 +63,7 @@ def cond(pred: Any, true_fun: Callable[..., Any], false_fun: Callable[..., Any],
     """
     for role, fn in (("true_fun", true_fun), ("false_fun", false_fun)):
         _check_function("cond", role, fn, len(operands))
-    pred = _array(pred, "cond: pred")
-    if pred.shape != ():
-        raise ArgumentError(f"cond: pred must be a scalar, got shape {pred.shape}. Reduce it with .any() or .all().")
+    pred = _as_condition(pred)
     if not _jax.is_tracer(pred):
         return (true_fun if bool(pred) else false_fun)(*operands)
     return _trace_branches(pred != 0, true_fun, false_fun, operands)
@@ -312,12 +310,14 @@ def _check_steps(xs: Any, length: Any, unroll: Any) -> int:
 # ---- arguments -----------------------------------------------------------------------------------
 
 
-def _array(value: Any, label: str) -> Any:
+def _as_condition(value: Any) -> Any:
     value = plain(value)
-    try:
-        return value if isinstance(value, jax.Array) else jnp.asarray(value)
-    except (TypeError, ValueError) as error:
-        raise ArgumentTypeError(f"{label} must be an array or a number, got {type(value).__name__}.") from error
+    if not (is_input(value) or isinstance(value, bool)):
+        raise ArgumentTypeError(f"cond: pred must be True, False or a boolean scalar, got {type(value).__name__}.")
+    array = jnp.asarray(value)
+    if array.shape != ():
+        raise ArgumentError(f"cond: pred must be a scalar, got shape {array.shape}. Reduce it with .any() or .all().")
+    return array
 
 
 def _check_function(construct: str, role: str, fn: Any, n_args: int) -> None:
