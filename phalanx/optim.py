@@ -95,7 +95,7 @@ class Optimizer:
             self._keep(self._tx.init([state.top().base.load(v) for v in variables]), variables)
         else:
             with state.lifted_out():
-                self._keep(self._tx.init([v._stored for v in variables]), variables)
+                self._keep(self._tx.init(list(map(state.borrow, variables))), variables)
 
     def _keep(self, initial: Any, variables: tuple[Variable, ...]) -> None:
         paths, self._structure = jax.tree_util.tree_flatten_with_path(initial)

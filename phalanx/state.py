@@ -247,7 +247,7 @@ class Frame(ABC):
     context: Context
 
     lock: AbstractContextManager[Any] = nullcontext()
-    """Held while a variable is read or updated here."""
+    """Held while a variable is read or updated here; nobody waits for a `turn` in it."""
 
     def turn(self) -> AbstractContextManager[Any]:
         """Held around an update, from reading the old value to storing the new one."""
@@ -344,6 +344,12 @@ class EagerFrame(Frame):
         placed = [variable._placed(stored) for variable, stored in values.items()]
         Lending.lend(values)
         set_all(values, "_stored", placed)
+
+    def load_for_read(self, variable: Variable) -> Any:
+        with lock:
+            stored = self.load(variable)
+            self.handed_out(variable)
+        return stored
 
     def handed_out(self, variable: Variable) -> None:
         Lending.lend((variable,))
@@ -636,11 +642,17 @@ def read(variable: Variable) -> jax.Array:
     """The variable's value here and now; active tapes are told."""
     frame = _stack.top
     base = frame.base
-    with base.lock:
-        value = base.context.read(variable, base)
-        if not variable.per_replica:
-            base.handed_out(variable)
+    value = base.context.read(variable, base)
     return _tell_tapes(frame, variable, value)
+
+
+def borrow(variable: Variable) -> Any:
+    """The stored array here and now, which no step will take away from whoever asked."""
+    place = _stack.top.base
+    with place.lock:
+        stored = place.load(variable)
+        place.handed_out(variable)
+    return stored
 
 
 def load_for_call(capture: Capture) -> Any:
