@@ -339,7 +339,7 @@ class Function(Generic[P, R]):
         """Give variables born in the trace their initial values; nothing else of it takes effect."""
         with state.lifted_out():
             program = traced.program.only(slice(traced.n_results + len(traced.written), None))
-            values = program(traced.inputs(call.inputs, lambda capture: capture[0]._stored))
+            values = program(traced.inputs(call.inputs, lambda capture: state.borrow(capture[0])))
             for variable, value in zip(traced.initial, values):
                 variable._replace(variable._placed(value))
 

@@ -257,8 +257,9 @@ class Variable(AsArray):
     def _replace(self, stored: Any) -> None:
         """Take another array, which others may hold too."""
         is_first = self._stored is None
-        state.Lending.lend((self,))
-        self._stored = stored
+        with state.lock:
+            state.Lending.lend((self,))
+            self._stored = stored
         if is_first and self.strategy is not None:
             self.strategy.register(self)
 
@@ -277,13 +278,13 @@ class Variable(AsArray):
         return f"Variable(name={self.name!r}, shape={self.shape}, dtype={self.dtype}{where}, value={self._short()})"
 
     def _short(self) -> str:
-        stored = self._stored
-        if stored is None:
+        if self._stored is None:
             return "<not initialised>"
-        if self.per_replica and self.num_components == 1:
-            stored = stored[0]
         try:
             with state.lifted_out(), np.printoptions(threshold=6, edgeitems=2, precision=4):
+                stored = state.borrow(self)
+                if self.per_replica and self.num_components == 1:
+                    stored = stored[0]
                 return " ".join(str(to_host(stored)).split())
         except Exception:  # a repr must not fail: buffers may be gone, or lie on another process
             return "<not readable here>"
@@ -293,7 +294,8 @@ class Variable(AsArray):
             raise VariableCreationError(f"{self.label} has no value yet and cannot be copied or pickled.")
         kept = {k: v for k, v in self.__dict__.items() if k not in ("strategy", "_stored", "_owned")}
         with state.lifted_out():
-            return {**kept, "value": to_host(self._stored), "key_impl": _key_impl(self._stored)}
+            stored = state.borrow(self)
+            return {**kept, "value": to_host(stored), "key_impl": _key_impl(stored)}
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
         """The copy belongs to the strategy in whose scope it is made; components merge and spread anew."""
@@ -327,9 +329,7 @@ class Component(AsArray):
     @property
     def value(self) -> jax.Array:
         """The copy itself, an array on that replica's device."""
-        place = state.top().base
-        stored = place.load(self.container)
-        place.handed_out(self.container)
+        stored = state.borrow(self.container)
         if _jax.is_tracer(stored) or self.container.strategy is None:
             if not self.container.per_replica:
                 return cast(jax.Array, stored)
