@@ -25,6 +25,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src import api_util as _api_util
 from jax._src import array as _array
 from jax._src import config as _config
 from jax._src import core as _core
@@ -158,10 +159,14 @@ class OperationTrace(_core.Trace):  # type: ignore[misc]
 
     def process_primitive(self, primitive: Any, tracers: Any, params: Any, /) -> Any:
         observer = self.observer
-        if observer is None or not observer.wants(tracers):
+        if observer is None:
+            return self.parent_trace.process_primitive(primitive, tracers, params)
+        if primitive not in _WITHOUT_BODIES:
+            primitive, tracers, params = _open_closures(observer, primitive, tracers, params)
+        if not observer.wants(tracers):
             return self.parent_trace.process_primitive(primitive, tracers, params)
         with using_trace(self.parent_trace):
-            if primitive.name == "stop_gradient":  # the identity: its result, which nothing flows through, is a new value
+            if primitive.name == "stop_gradient":  # an identity whose result, where nothing flows, is a new value
                 return alias(tracers[0])
             outs = observer.observe(Operation(primitive, params), list(tracers))
         return outs if primitive.multiple_results else outs[0]
@@ -271,6 +276,57 @@ class _NoClosures:
         return False
 
 
+_WITHOUT_BODIES: set[Any] = set()
+"""Primitives that were seen to have no jaxprs among their parameters."""
+
+_closed_over: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+_opened: weakref.WeakKeyDictionary[Any, Program] = weakref.WeakKeyDictionary()
+
+
+def _open_closures(observer: Any, primitive: Any, args: Any, params: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
+    """The same operation with watched arrays that a jitted function closes over among its arguments.
+
+    In eager code what is closed over is a plain array, which `jax.jit` keeps as a constant of its program; all other
+    operations with bodies take such arrays as arguments already.
+    """
+    bodies = list(_core.jaxprs_in_params(params))
+    if not bodies:
+        _WITHOUT_BODIES.add(primitive)
+    closed = params.get("jaxpr")
+    constants = list(getattr(closed, "consts", ()))
+    if constants and observer.wants(constants):
+        if closed not in _opened:
+            _opened[closed] = _with_constants_as_inputs(closed, str(params.get("name", primitive)))
+        return _open_closures(observer, *_opened[closed].equation([*constants, *args]))
+    if observer.wants([x for body in bodies for x in _constants_within(body)]):
+        raise TapeError(
+            f"{params.get('name', primitive)} at {user_line()}: a function under jax.jit, in a body that JAX traces,"
+            " closes over a value that a tape watches, which it takes for a constant. Pass the value as an argument."
+        )
+    return primitive, args, params
+
+
+def _constants_within(jaxpr: Any) -> list[Any]:
+    """Constants of jitted functions that are called anywhere in the jaxpr."""
+    found = _closed_over.get(jaxpr)
+    if found is None:
+        found = []
+        for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+            found += getattr(equation.params.get("jaxpr"), "consts", ())
+            for inner in inner_jaxprs(equation):
+                found += _constants_within(inner)
+        _closed_over[jaxpr] = found
+    return found
+
+
+def _with_constants_as_inputs(closed: Any, name: str) -> Program:
+    constvars = list(getattr(closed, "constvars", ())) or list(closed.jaxpr.constvars)
+    debug = closed.jaxpr.debug_info.with_unknown_names()
+    invars = [*constvars, *closed.jaxpr.invars]
+    jaxpr = closed.jaxpr.replace(constvars=[], invars=invars, debug_info=debug)
+    return Program(name, _jex.ClosedJaxpr(jaxpr, []), list(range(len(invars))), [])
+
+
 class Operation:
     """One primitive with its parameters: a function from arrays to a list of arrays."""
 
@@ -286,7 +342,7 @@ class Operation:
 
     def key(self) -> Hashable | None:
         """Equal for operations that compute the same, without keeping jaxprs alive; None when there is none."""
-        key = (self.primitive, tuple((name, _without_jaxprs(value)) for name, value in self.params.items()))
+        key = (self.primitive, *self.params, *map(_without_jaxprs, self.params.values()))
         try:
             hash(key)
         except TypeError:
@@ -296,8 +352,9 @@ class Operation:
     @staticmethod
     def of(key: Any) -> Operation:
         """The operation with this key, for as long as somebody else keeps its jaxprs."""
-        primitive, params = key
-        return Operation(primitive, {name: _with_jaxprs(value) for name, value in params})
+        primitive, *items = key
+        names, values = items[: len(items) // 2], items[len(items) // 2 :]
+        return Operation(primitive, dict(zip(names, map(_with_jaxprs, values))))
 
 
 class CustomOperation(Operation):
@@ -329,12 +386,27 @@ _Jaxpr = (_core.Jaxpr, _jex.ClosedJaxpr)
 
 
 class _Reference(weakref.ref):  # type: ignore[type-arg]
+    """A jaxpr that is not kept alive."""
+
+    __slots__ = ()
+
+
+class _References(tuple[Any, ...]):
+    """A tuple some of whose items are references, after its type."""
+
     __slots__ = ()
 
 
 def zero_outputs(pullback: Any) -> list[bool]:
     """Which outputs of the function that `jax.vjp` differentiated have no derivative but zero."""
     return list(pullback.fun.args[1])
+
+
+def pulled_to(pullback: Any, outputs: Sequence[bool]) -> list[bool]:
+    """To which inputs cotangents of these outputs (without those of `zero_outputs`) come back."""
+    linear = pullback.jaxpr
+    _, used = _pe.dce_jaxpr(getattr(linear, "jaxpr", linear), list(outputs))
+    return list(used[-pullback.in_tree.num_leaves :])
 
 
 def reaches(operation: Operation, args: Sequence[Any], mask: Sequence[bool]) -> list[bool]:
@@ -351,15 +423,15 @@ def reaches(operation: Operation, args: Sequence[Any], mask: Sequence[bool]) -> 
 def _without_jaxprs(value: Any) -> Any:
     if isinstance(value, _Jaxpr):
         return _Reference(value)
-    if isinstance(value, tuple):
-        return (type(value), *map(_without_jaxprs, value))
+    if isinstance(value, tuple) and any(isinstance(item, (*_Jaxpr, tuple)) for item in value):
+        return _References((type(value), *map(_without_jaxprs, value)))
     return value
 
 
 def _with_jaxprs(value: Any) -> Any:
     if isinstance(value, _Reference):
         return value()
-    if isinstance(value, tuple):
+    if isinstance(value, _References):
         make, *items = value
         items = list(map(_with_jaxprs, items))
         return make(*items) if hasattr(make, "_fields") else make(items)
@@ -380,7 +452,7 @@ class OperationCache:
         entry = self._entries.get(full)
         if entry is None:
             entries = self._entries
-            refs = [weakref.ref(ref(), lambda _: entries.pop(full, None)) for ref in _references(key)]
+            refs = [weakref.ref(ref(), lambda _: entries.pop(full, None)) for part in key for ref in _references(part)]
             entry = self._entries[full] = (self._make(key, *rest), refs)
             while len(self._entries) > self._size:
                 self._entries.pop(next(iter(self._entries)), None)
@@ -390,7 +462,7 @@ class OperationCache:
 def _references(key: Any) -> Iterator[Any]:
     if isinstance(key, _Reference):
         yield key
-    elif isinstance(key, tuple):
+    elif isinstance(key, _References):
         for item in key:
             yield from _references(item)
 
@@ -430,6 +502,19 @@ def alias(x: Any) -> Any:
     return _alias_p.bind(x)
 
 
+_read_again_p = _jex.Primitive("phalanx_read_again")
+_read_again_p.def_impl(lambda stored, entry: stored)
+_read_again_p.def_abstract_eval(lambda stored, entry: stored)
+_ad.defjvp(_read_again_p, None, lambda tangent, stored, entry: tangent)
+_batching.defbroadcasting(_read_again_p)
+_mlir.register_lowering(_read_again_p, lambda ctx, stored, entry: [stored])
+
+
+def read_again(stored: Any, entry: Any) -> Any:
+    """`stored`, a new value of a variable that a program was given as `entry`; its gradient is that of `entry`."""
+    return _read_again_p.bind(stored, entry)
+
+
 def register_array_like(cls: type, read: Callable[[Any], Any]) -> None:
     """Let JAX's functions take instances of `cls` wherever they take an array.
 
@@ -446,6 +531,17 @@ def register_array_like(cls: type, read: Callable[[Any], Any]) -> None:
 
 
 # ---- programs ------------------------------------------------------------------------------------
+
+
+def compiling() -> contextlib.AbstractContextManager[None]:
+    """`jax.disable_jit` around the block does not reach into it: a program of ours is one operation."""
+    return jax.disable_jit(False) if _config.disable_jit.value else contextlib.nullcontext()
+
+
+def results_are_checked() -> bool:
+    """Whether JAX looks for NaNs or infinities in the results of programs; it then wants their arguments again."""
+    return bool(_config.debug_nans.value or _config.debug_infs.value)
+
 
 _ended: weakref.WeakSet[Any] = weakref.WeakSet()
 _input_p = _jex.Primitive("phalanx_input")
@@ -491,7 +587,10 @@ class Program:
     def bind(self, *args: Any) -> list[Any]:
         """One jit equation in the current trace (or one compiled call when eager)."""
         primitive, _, params = self.equation(args)
-        return list(primitive.bind(*args, **params))
+        try:
+            return list(primitive.bind(*args, **params))
+        except _api_util.InternalFloatingPointError as error:  # JAX's word to itself
+            raise FloatingPointError(f"invalid value ({error.ty}) encountered in {self.name}") from None
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         """`bind` with the values of all inputs that were asked for while tracing."""
@@ -519,7 +618,8 @@ class Program:
     def text(self) -> str:
         """The program in StableHLO: equal texts compute the same."""
         args = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self.jaxpr.jaxpr.invars]
-        return jax.jit(self.bind, keep_unused=True).lower(*args).as_text()
+        with compiling():
+            return str(jax.jit(self.bind, keep_unused=True).lower(*args).as_text())
 
 
 @functools.lru_cache(maxsize=1024)
@@ -530,7 +630,8 @@ def _jit_template(n_in: int, n_out: int, mesh: Any) -> tuple[Any, dict[str, Any]
         return [0.0] * n_out
 
     scalar = jax.ShapeDtypeStruct((), np.float32)
-    outer = jax.make_jaxpr(lambda *args: jax.jit(program)(*args))(*[scalar] * n_in)
+    with compiling():
+        outer = jax.make_jaxpr(lambda *args: jax.jit(program)(*args))(*[scalar] * n_in)
     equation = outer.jaxpr.eqns[0]
     return equation.primitive, dict(equation.params)
 
@@ -626,7 +727,7 @@ def local_aval(shape: tuple[int, ...], dtype: Any, *, weak_type: bool = False, v
 
 
 def type_of(value: Any) -> Any:
-    """The type of `value` as an input of a program: the same wherever it lies, as far as XLA places what it computes."""
+    """The type of `value` as an input of a program: the same on whatever devices it lies."""
     aval = jax.typeof(value)
     if in_replica_trace():
         return local_aval(aval.shape, aval.dtype, weak_type=aval.weak_type, varying=aval_varies(aval))
@@ -646,9 +747,6 @@ COLLECTIVES = frozenset(
 """Operations in which the replicas wait for each other."""
 
 
-_CALLBACKS = frozenset(("io_callback", "pure_callback", "debug_callback"))
-
-
 def has_collective(jaxpr: Any) -> bool:
     """True when the replicas wait for each other somewhere in the jaxpr."""
     return _has(jaxpr, COLLECTIVES)
@@ -656,7 +754,8 @@ def has_collective(jaxpr: Any) -> bool:
 
 def has_callback(jaxpr: Any) -> bool:
     """True when Python functions, which may raise, are called from the compiled program."""
-    return _has(jaxpr, _CALLBACKS)
+    # All but this one are effects of the program.
+    return bool(jaxpr.effects) or _has(jaxpr, frozenset(("pure_callback",)))
 
 
 def _has(jaxpr: Any, names: frozenset[str]) -> bool:
@@ -712,25 +811,35 @@ def local_gradients() -> Iterator[None]:
         yield
 
 
-def _typed_invariant_jvp(primals: Any, tangents: Any) -> Any:
-    if not _local.value:
-        raise TapeError(
-            "The gradient that a tape in a replica took, with respect to an array that is the same on all replicas, is"
-            " differentiated again by something outside that replica's tapes (jax.grad, or a tape around strategy.run)."
-            " Use a px.Variable instead of the array, or a second px.GradientTape in the replica."
-        )
-    return _typed_invariant_linear(primals, tangents)
+def local_lift(value: Any) -> Any:
+    """`lift` for a value that is the replica's own whatever its type says: a cotangent, a tangent."""
+    return value if varies(value) else _local_lift_p.bind(value)
 
 
-_typed_invariant_p = _jex.Primitive("phalanx_typed_invariant")
-_typed_invariant_p.def_abstract_eval(
-    lambda aval: local_aval(aval.shape, aval.dtype, weak_type=aval.weak_type, varying=False)
-)
-_ad.deflinear(_typed_invariant_p, lambda ct: [lift(ct)])
-_typed_invariant_linear = _ad.primitive_jvps[_typed_invariant_p]
-_ad.primitive_jvps[_typed_invariant_p] = _typed_invariant_jvp
-_batching.defvectorized(_typed_invariant_p)
-_mlir.register_lowering(_typed_invariant_p, lambda ctx, x: [x])
+def _cast(name: str, varying: bool, transpose: Callable[[Any], Any]) -> Any:
+    """A primitive that changes the type of a value and nothing else."""
+
+    def of_cotangent(ct: Any) -> list[Any]:
+        if not _local.value:
+            raise TapeError(
+                "The gradient that a tape in a replica took, with respect to an array that is the same on all replicas,"
+                " is differentiated again by something outside that replica's tapes (jax.grad, or a tape around"
+                " strategy.run). Use a px.Variable instead of the array, or a second px.GradientTape in the replica."
+            )
+        return [transpose(ct)]
+
+    primitive = _jex.Primitive(name)
+    primitive.def_abstract_eval(
+        lambda aval: local_aval(aval.shape, aval.dtype, weak_type=aval.weak_type, varying=varying)
+    )
+    _ad.deflinear(primitive, of_cotangent)
+    _batching.defvectorized(primitive)
+    _mlir.register_lowering(primitive, lambda ctx, x: [x])
+    return primitive
+
+
+_typed_invariant_p = _cast("phalanx_typed_invariant", False, local_lift)
+_local_lift_p = _cast("phalanx_local_lift", True, _typed_invariant_p.bind)
 
 
 def _replace_transpose(primitive: Any, local: Callable[..., Any]) -> None:
@@ -750,7 +859,7 @@ def _transpose_lift(original: Any, ct: Any, x: Any, **params: Any) -> Any:
 
 
 def _transpose_reduction(original: Any, ct: Any, x: Any, **params: Any) -> Any:
-    return original(jax.lax.psum(lift(ct), REPLICA_AXIS), x, **params)
+    return original(jax.lax.psum(local_lift(ct), REPLICA_AXIS), x, **params)
 
 
 _replace_transpose(_core.pvary_p, _transpose_lift)

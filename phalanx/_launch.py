@@ -39,8 +39,6 @@ class Compiled:
         self.signature = _signature(traced, donate)
         self.calls_back = _jax.has_callback(program.jaxpr)
         """Whether it calls Python functions. They may raise, so nothing is given away and the end is waited for."""
-        self.has_effects = bool(program.jaxpr.effects)
-        """Whether it prints, say; JAX passes the calls of such programs through Python."""
         given_away = set(traced.written) if donate and not self.calls_back else set()
         captured = [i - traced.n_args for i in program.used if i >= traced.n_args]
         self.args = [i for i in program.used if i < traced.n_args]
@@ -60,11 +58,14 @@ class Compiled:
             return program.bind(*[values[i] for i in places], *constants)
 
         flat.__name__ = program.name
-        self.run = jax.jit(flat, donate_argnums=(0,), out_shardings=_out_shardings(traced))
+        shardings = _out_shardings(traced)
+        self.run = jax.jit(flat, donate_argnums=(0,), out_shardings=shardings)
+        self.run_keeping = jax.jit(flat, out_shardings=shardings)
+        """The same, and nothing is given away; compiled only where it is called."""
 
     def fits(self, other: Traced, donate: bool) -> bool:
-        """True when this program computes the same as another trace's."""
-        return _signature(other, donate) == self.signature and self._program.text == other.program.text
+        """True when this program computes the same as another trace's; Python functions are not compared."""
+        return not self.calls_back and _signature(other, donate) == self.signature and self._program.text == other.program.text
 
 
 class Launch:
@@ -95,20 +96,15 @@ class Launch:
 
     def __call__(self, args: Sequence[Any]) -> Any:
         """Run; the variables take their new values all at once or not at all."""
-        traced, compiled = self._traced, self._compiled
-        donated, kept, written = self._variables or self._sorted()
-        with state.lock:
-            owned = self._owned_at == state.Lending.times or all(map(_owned, written))
-            values = list(map(_stored, donated))
-            if not owned:
-                # Somebody may hold these very arrays: they must stay as they are, so copies are given away.
-                values = [x if v._owned else jnp.copy(x) for v, x in zip(donated, values)]
-            others = [*map(args.__getitem__, compiled.args), *map(_stored, kept)]
+        traced = self._traced
+        variables = self._variables or self._sorted()
+        outs: list[Any] = []
+        run = self._run_keeping if self._compiled.calls_back or _jax.results_are_checked() else self._run
+        with state.turn(), _jax.compiling():
             if traced.in_order:
                 _wait_for_previous()
-            outs: list[Any] = []
             try:
-                self._run((values, others, traced.program.constants), outs, written, owned)
+                run(args, outs, *variables)
             except (ValueError, jax.errors.UnexpectedTracerError) as error:
                 better = why_not_run(traced.program.name, traced, args, error)
                 if better is None:
@@ -116,14 +112,34 @@ class Launch:
                 raise better from error
         return traced.results(outs[0])
 
-    def _run(self, inputs: tuple[Any, ...], outs: list[Any], written: list[Variable], owned: bool) -> None:
-        commit = functools.partial(self._commit, outs, written, owned)
-        if self._compiled.calls_back:
-            result = self._compiled.run(*inputs)
+    def _run_keeping(self, args: Sequence[Any], outs: list[Any], *variables: list[Variable]) -> None:
+        """Nothing is given away: after an error it is needed, and the functions called back may read it meanwhile."""
+        donated, kept, written = variables
+        with state.lock:
+            inputs = self._inputs(args, list(map(_stored, donated)), kept)
+        with state.calling_back(), HeldBack():
+            result = self._compiled.run_keeping(*inputs)
             jax.block_until_ready(result)
+        with state.lock:
             outs.append(result)
-            commit()
-            return
+            self._commit(outs, written, owned=False)
+
+    def _inputs(self, args: Sequence[Any], values: list[Any], kept: list[Variable]) -> tuple[Any, ...]:
+        others = [*map(args.__getitem__, self._compiled.args), *map(_stored, kept)]
+        return values, others, self._traced.program.constants
+
+    def _run(self, args: Sequence[Any], outs: list[Any], *variables: list[Variable]) -> None:
+        donated, kept, written = variables
+        with state.lock:
+            owned = self._owned_at == state.Lending.times or all(map(_owned, written))
+            values = list(map(_stored, donated))
+            if not owned:
+                # Somebody may hold these very arrays: they must stay as they are, so copies are given away.
+                values = [x if v._owned else jnp.copy(x) for v, x in zip(donated, values)]
+            self._run_at_once(self._inputs(args, values, kept), outs, written, owned)
+
+    def _run_at_once(self, inputs: tuple[Any, ...], outs: list[Any], written: list[Variable], owned: bool) -> None:
+        commit = functools.partial(self._commit, outs, written, owned)
         # An exception from outside may fall between any two bytecodes. Running and keeping the outputs is one
         # C call, and whatever happens after it, the variables get them before the exception leaves.
         run = self._compiled.run
@@ -137,7 +153,7 @@ class Launch:
         except BaseException:
             commit()
             raise
-        self._all_in_c = not self._compiled.has_effects and 0 < known == _jax.known_calls(run)
+        self._all_in_c = 0 < known == _jax.known_calls(run)
 
     def _commit(self, outs: list[Any], written: list[Variable], owned: bool) -> None:
         if not outs:
@@ -178,7 +194,7 @@ def in_order(ordered: bool, run: Callable[[], list[Any]]) -> list[Any]:
     On a CPU the replicas of several steps share one pool of threads; with jax 0.10 their collectives
     wait for each other for ever and the process is aborted.
     """
-    with state.lock:
+    with state.turn():
         if ordered:
             _wait_for_previous()
         outs = run()

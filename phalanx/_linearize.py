@@ -8,8 +8,8 @@ eager code as well as while tracing, where they cost one equation each.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +27,7 @@ class Linearized:
     """Outputs of an operation and the way back.
 
     `connected` are the positions of the outputs that gradients can come from; `pull` takes one cotangent
-    (or None) for each of them and gives one for each watched input.
+    for each of them and gives one for each watched input, None standing for a zero in both.
     """
 
     __slots__ = ("_pull", "connected", "outs")
@@ -41,8 +41,7 @@ class Linearized:
         """Cotangents of the watched inputs."""
         if isinstance(self._pull, str):
             raise _no_reverse_mode(self._pull)
-        with _rules():
-            return list(self._pull(cotangents))
+        return _pulled(self._pull, cotangents)
 
 
 def linearize(operation: _jax.Operation, args: list[Any], mask: Mask) -> Linearized:
@@ -66,9 +65,7 @@ def linearize(operation: _jax.Operation, args: list[Any], mask: Mask) -> Lineari
 def pull_again(operation: _jax.Operation, args: list[Any], mask: Mask, cotangents: list[Any]) -> list[Any]:
     """Cotangents of the watched inputs, as a computation on `args` that can itself be recorded."""
     key = operation.key()
-    with _rules():
-        pull = _pull_from(operation, mask) if key is None else _backwards.get(key, mask)
-        return list(pull(args, cotangents))
+    return _pulled(_pull_from(operation, mask) if key is None else _backwards.get(key, mask), args, cotangents)
 
 
 def push_forward(
@@ -81,14 +78,21 @@ def push_forward(
         return push(args, tangents)  # type: ignore[no-any-return]
 
 
-@contextmanager
-def _rules() -> Iterator[None]:
-    """JAX's rules as a tape wants them here, and its refusals in words that help."""
+_JAX_RULES = nullcontext()
+
+
+def _rules() -> AbstractContextManager[None]:
+    return _jax.local_gradients() if _jax.in_replica_trace() else _JAX_RULES
+
+
+def _pulled(pull: Callable[..., Any], *inputs: Any) -> list[Any]:
     try:
-        with _jax.local_gradients() if _jax.in_replica_trace() else nullcontext():
-            yield
-    except (ValueError, NotImplementedError) as error:
-        if not isinstance(error, NotImplementedError) and "everse-mode" not in str(error):
+        with _rules():
+            return list(pull(*inputs))
+    except NotImplementedError as error:
+        raise _no_reverse_mode(str(error)) from error
+    except ValueError as error:
+        if "everse-mode" not in str(error):
             raise
         raise _no_reverse_mode(str(error)) from error
 
@@ -105,7 +109,7 @@ def _vjp(operation: _jax.Operation, args: Sequence[Any], mask: Mask) -> tuple[li
         connected = inexact
     places = [connected.index(i) if i in connected else None for i in inexact]
     types = [jax.typeof(x) for x in watched], [jax.typeof(outs[i]) for i in inexact]
-    return outs, _Pull(pullback, *types, places, connected)
+    return outs, _Pull(pullback, *types, zero, places, connected)
 
 
 def _pull_from(operation: _jax.Operation, mask: Mask) -> Callable[[list[Any], list[Any]], Any]:
@@ -156,6 +160,8 @@ class _Pull:
     pullback: Any
     in_types: list[Any]
     out_types: list[Any]
+    zero: list[bool]
+    """Which differentiable outputs have no derivative but zero."""
     places: list[int | None]
     """Where the cotangent of each differentiable output stands among those of the connected ones."""
     connected: list[int]
@@ -163,7 +169,12 @@ class _Pull:
     def __call__(self, cotangents: list[Any]) -> list[Any]:
         found = [None if place is None else cotangents[place] for place in self.places]
         full = [_zeros(t) if ct is None else ct for ct, t in zip(found, self.out_types)]
-        return [_checked(t, ct) for ct, t in zip(self.pullback(full), self.in_types)]
+        # What JAX knows to be zero must stay known to be: it may lead to operations without a derivative.
+        reached = _jax.pulled_to(self.pullback, [ct is not None for ct, zero in zip(found, self.zero) if not zero])
+        if not any(reached):
+            return [None] * len(reached)
+        pulled = zip(self.pullback(full), self.in_types, reached)
+        return [_checked(t, ct) if r else None for ct, t, r in pulled]
 
 
 # ---- compiled once -------------------------------------------------------------------------------

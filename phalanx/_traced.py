@@ -88,17 +88,19 @@ class Traced:
     def call_in_place(self, args: Sequence[Any]) -> Any:
         """Call as one equation of whatever is being traced or recorded."""
         place = state.top().base
-        with place.lock:
-            inputs = self.inputs(args, state.load_for_call)
+        with place.turn():
+            with place.lock:
+                inputs = self.inputs(args, state.load_for_call)
             if place.is_eager:
                 outs = in_order(self.in_order, lambda: self.program(inputs))
             else:
                 outs = self.program(inputs)
                 place.note_use(self.strategy)
             result, written, initial = self.split(outs)
-            place.store_all(dict(zip(self.written, written)))
-            for variable, value in zip(self.initial, initial):
-                place.created(variable, value)
+            with place.lock:
+                place.store_all(dict(zip(self.written, written)))
+                for variable, value in zip(self.initial, initial):
+                    place.created(variable, value)
         return result
 
 

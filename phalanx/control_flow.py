@@ -6,18 +6,35 @@ part of the loop's carry, so that a loop of many steps is one operation on the d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from phalanx import _jax, state
+from phalanx._bodies import (
+    Body,
+    carried_by,
+    converted,
+    flatten,
+    joined,
+    like,
+    plain,
+    refuse_collectives,
+    refuse_writes,
+    seen_by,
+    settle,
+    shown,
+    store,
+)
 from phalanx._eager_programs import as_function
 from phalanx._signature import is_input
-from phalanx._traced import Traced, trace
-from phalanx.errors import AggregationRequiredError, ArgumentError, ArgumentTypeError, StrategyError
-from phalanx.variables import Component, Variable
+from phalanx.errors import ArgumentError, ArgumentTypeError
+from phalanx.variables import Variable
 
 
 def cond(pred: Any, true_fun: Callable[..., Any], false_fun: Callable[..., Any], *operands: Any) -> Any:
@@ -44,10 +61,9 @@ def cond(pred: Any, true_fun: Callable[..., Any], false_fun: Callable[..., Any],
 
     As ``jax.lax.cond`` otherwise.
     """
-    _check_functions("cond", true_fun, false_fun)
-    pred = _array(pred, "cond: pred")
-    if pred.shape != ():
-        raise ArgumentError(f"cond: pred must be a scalar, got shape {pred.shape}. Reduce it with .any() or .all().")
+    for role, fn in (("true_fun", true_fun), ("false_fun", false_fun)):
+        _check_function("cond", role, fn, len(operands))
+    pred = _as_condition(pred)
     if not _jax.is_tracer(pred):
         return (true_fun if bool(pred) else false_fun)(*operands)
     return _trace_branches(pred != 0, true_fun, false_fun, operands)
@@ -78,7 +94,8 @@ def while_loop(cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], Any], i
 
     As ``jax.lax.while_loop`` otherwise.
     """
-    _check_functions("while_loop", cond_fun, body_fun)
+    for role, fn in (("cond_fun", cond_fun), ("body_fun", body_fun)):
+        _check_function("while_loop", role, fn, 1)
     if _runs_now():
         return as_function("while_loop", _trace_while, cond_fun, body_fun, parameters=["init_val"])(init_val)
     return _trace_while(cond_fun, body_fun, init_val)
@@ -119,8 +136,8 @@ def scan(
 
     As ``jax.lax.scan`` otherwise.
     """
-    _check_functions("scan", f)
-    steps = _length(xs, length)
+    _check_function("scan", "f", f, 2)
+    steps = _check_steps(xs, length, unroll)
     options = (steps, bool(reverse), unroll)
     if _runs_now():
         loop = as_function("scan", _trace_scan, f, parameters=["init", "xs"], options=options)
@@ -128,123 +145,50 @@ def scan(
     return _trace_scan(f, init, xs, options=options)
 
 
-# ---- bodies as programs --------------------------------------------------------------------------
-
-
-class _Body:
-    """A loop body or branch, traced: its program, what it captures, and what it writes."""
-
-    def __init__(self, fn: Callable[..., Any], types: Sequence[Any], rebuild: Callable[[list[Any]], Any]) -> None:
-        parent = state.top()
-
-        def make_frame(tracing: _jax.Tracing) -> state.TraceFrame:
-            return state.TraceFrame(parent, tracing)
-
-        name = getattr(fn, "__name__", type(fn).__name__)
-        self.traced: Traced = trace(fn, lambda values: (tuple(rebuild(values)), {}), types, name, make_frame)
-        if self.traced.initial:
-            born = self.traced.initial[0]
-            raise ArgumentError(
-                f"{name}: {born.label} is created at {born._created_at} in a loop or branch from a traced value. Create"
-                " it before."
-            )
-        parent.base.note_use(self.traced.strategy)
-
-    @property
-    def written(self) -> list[Variable]:
-        return self.traced.written
-
-    def run(self, args: Sequence[Any], values: dict[Variable, Any], seen: dict[state.Capture, Any]) -> tuple[list[Any], dict[Variable, Any]]:
-        """Results and new variable values, given those of the variables that the construct carries."""
-
-        def load(capture: state.Capture) -> Any:
-            variable, lifted = capture
-            if variable not in values:
-                return seen[capture]
-            return _jax.lift(values[variable]) if lifted else values[variable]
-
-        outs = self.traced.program(self.traced.inputs(args, load))
-        n = self.traced.n_results
-        return outs[:n], {**values, **dict(zip(self.written, outs[n:]))}
-
-    def out_types(self) -> list[Any]:
-        return self.traced.program.out_avals[: self.traced.n_results]
-
-    def rebuild(self, results: list[Any]) -> Any:
-        return self.traced._rebuild(results)
-
-
-def _carried(*bodies: _Body) -> dict[Variable, Any]:
-    """Present values of the variables that any of the bodies writes."""
-    place = state.top().base
-    written = dict.fromkeys(v for body in bodies for v in body.written)
-    return {v: place.load(v) for v in written}
-
-
-def _seen(carried: dict[Variable, Any], *bodies: _Body) -> dict[state.Capture, Any]:
-    """Values of the variables that the bodies only read; tapes around the construct are told."""
-    captures = dict.fromkeys(c for body in bodies for c in body.traced.captures if c[0] not in carried)
-    return {capture: state.load_for_call(capture) for capture in captures}
-
-
-def _store(before: dict[Variable, Any], after: dict[Variable, Any]) -> None:
-    place = state.top().base
-    for variable, value in after.items():
-        if not variable.per_replica and _jax.in_replica_trace() and _jax.varies(value) and not _jax.varies(before[variable]):
-            raise AggregationRequiredError(
-                f"{variable.label} is mirrored and is assigned at {_jax.user_line()} on a condition that may differ between"
-                " the replicas, so its components would differ. Make the condition the same on all of them (all_reduce"
-                " it), or use synchronization='on_read'."
-            )
-        place.store(variable, value)
-
-
 # ---- cond ----------------------------------------------------------------------------------------
 
 
 def _trace_branches(pred: Any, true_fun: Callable[..., Any], false_fun: Callable[..., Any], operands: Any) -> Any:
-    inputs, types, rebuild = _flatten(operands)
-    bodies = [_Body(fun, types, rebuild) for fun in (true_fun, false_fun)]
+    inputs, types, rebuild = flatten(operands)
+    bodies = [Body("cond", fun, types, rebuild) for fun in (true_fun, false_fun)]
     _check_same_results(bodies[0], bodies[1])
     differs = _jax.in_replica_trace() and _jax.varies(pred)
     if differs:
-        _refuse_collectives("cond", "take the other branch", *bodies)
-    carried = _carried(*bodies)
-    seen = _seen(carried, *bodies)
+        refuse_collectives("cond", "take the other branch", *bodies)
+    carried = carried_by(*bodies)
+    seen = seen_by(carried, *bodies)
     out_types = [[*body.out_types(), *_written_types(body, carried)] for body in bodies]
+    dtypes = [joined(*pair) for pair in zip(*out_types)]
     lifted = [differs or any(map(_jax.aval_varies, pair)) for pair in zip(*out_types)]
 
-    def branch(body: _Body) -> Callable[[list[Any]], list[Any]]:
+    def branch(body: Body) -> Callable[[list[Any]], list[Any]]:
         def run(args: list[Any]) -> list[Any]:
             results, values = body.run(args, carried, seen)
-            outs = [*results, *values.values()]
-            outs = [jnp.asarray(o, t.dtype) for o, t in zip(outs, out_types[0])]
+            outs = [converted(o, dtype) for o, dtype in zip([*results, *values.values()], dtypes)]
             return [_jax.lift(o) if lift else o for o, lift in zip(outs, lifted)]
 
         return run
 
     outs = jax.lax.cond(pred, branch(bodies[0]), branch(bodies[1]), inputs)
     n = bodies[0].traced.n_results
-    _store(carried, dict(zip(carried, outs[n:])))
+    store(carried, dict(zip(carried, outs[n:])), *bodies)
     return bodies[0].rebuild(list(outs[:n]))
 
 
-def _written_types(body: _Body, carried: dict[Variable, Any]) -> list[Any]:
+def _written_types(body: Body, carried: dict[Variable, Any]) -> list[Any]:
     new = dict(zip(body.written, body.traced.program.out_avals[body.traced.n_results :]))
     return [new.get(v, jax.typeof(value)) for v, value in carried.items()]
 
 
-def _check_same_results(true: _Body, false: _Body) -> None:
-    markers = [list(range(len(b.out_types()))) for b in (true, false)]
-    structures = [jax.tree.structure(b.rebuild(m)) for b, m in zip((true, false), markers)]
+def _check_same_results(true: Body, false: Body) -> None:
+    structures = [jax.tree.structure(b.rebuild(b.out_types())) for b in (true, false)]
     if structures[0] != structures[1]:
         raise ArgumentError(
-            f"cond: the branches must return the same structure, got {structures[0]} from true_fun and"
-            f" {structures[1]} from false_fun."
+            f"cond: the branches must return the same structure, got {shown(structures[0])} from true_fun and"
+            f" {shown(structures[1])} from false_fun."
         )
     for i, (a, b) in enumerate(zip(true.out_types(), false.out_types())):
-        weak = a.weak_type or b.weak_type
-        if a.shape != b.shape or (a.dtype != b.dtype and not weak):
+        if a.shape != b.shape or (a.dtype != b.dtype and joined(a, b) is None):
             raise ArgumentError(
                 f"cond: result {i} is {a.str_short()} in true_fun and {b.str_short()} in false_fun; the branches must"
                 " return the same shapes and dtypes."
@@ -255,24 +199,27 @@ def _check_same_results(true: _Body, false: _Body) -> None:
 
 
 def _trace_while(cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], Any], init_val: Any) -> Any:
-    inputs, types, rebuild = _flatten(init_val)
+    inputs, _, rebuild = flatten(init_val)
 
     def as_args(values: list[Any]) -> Any:
         return (rebuild(values),)
 
-    inputs, body = _settle("while_loop", inputs, lambda types: _Body(body_fun, types, as_args), lambda b: b.out_types())
-    _check_carry("while_loop", body.rebuild(body.out_types()), rebuild(list(map(jax.typeof, inputs))))
-    test = _Body(cond_fun, list(map(jax.typeof, inputs)), as_args)
+    def make(types: list[Any]) -> Body:
+        return Body("while_loop", body_fun, types, as_args)
+
+    inputs, body = settle("while_loop", inputs, rebuild, make, lambda b: b.rebuild(b.out_types()))
+    test = Body("while_loop", cond_fun, list(map(jax.typeof, inputs)), as_args)
     if test.written:
         raise ArgumentError(f"while_loop: cond_fun assigns {test.written[0].label}; assign in body_fun.")
-    carried = _carried(body)
-    seen = _seen(carried, body, test)
-    (answer,) = test.out_types() or (None,)
-    if answer is None or answer.shape != ():
-        raise ArgumentError(f"while_loop: cond_fun must return a boolean scalar, got {answer and answer.str_short()}.")
+    carried = carried_by(body)
+    seen = seen_by(carried, body, test)
+    answer = test.rebuild(test.out_types())
+    if getattr(answer, "shape", None) != ():
+        found = answer.str_short() if hasattr(answer, "str_short") else shown(jax.tree.structure(answer))
+        raise ArgumentError(f"while_loop: cond_fun must return a boolean scalar, got {found}.")
     if _jax.in_replica_trace() and _jax.aval_varies(answer):
-        _refuse_collectives("while_loop", "have left the loop", body, test)
-        _refuse_writes(body)
+        refuse_collectives("while_loop", "have left the loop", body, test)
+        refuse_writes(body)
         if not all(map(_jax.varies, inputs)):
             # Replicas leave the loop after different numbers of steps, so all that it carries differs.
             return _trace_while(cond_fun, body_fun, rebuild([_jax.lift(x) for x in inputs]))
@@ -282,10 +229,10 @@ def _trace_while(cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], Any],
 
     def step(loop: Any) -> Any:
         results, values = body.run(loop[0], dict(zip(carried, loop[1])), seen)
-        return [_like(r, i) for r, i in zip(results, inputs)], list(values.values())
+        return like(results, inputs), list(values.values())
 
     results, values = jax.lax.while_loop(keep_going, step, (inputs, list(carried.values())))
-    _store(carried, dict(zip(carried, values)))
+    store(carried, dict(zip(carried, values)), body)
     return body.rebuild(results)
 
 
@@ -294,150 +241,99 @@ def _trace_while(cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], Any],
 
 def _trace_scan(f: Callable[..., Any], init: Any, xs: Any, *, options: tuple[int, bool, Any]) -> Any:
     length, reverse, unroll = options
-    inputs, _, rebuild_carry = _flatten(init)
-    rows, row_types, rebuild_row = _flatten(xs)
-    row_types = [_row_type(r, t) for r, t in zip(rows, row_types)]
+    inputs, _, rebuild_carry = flatten(init)
+    rows, row_types, rebuild_row = flatten(xs)
+    row_types = list(map(_row_type, row_types))
     n_carry = len(inputs)
 
     def as_args(values: list[Any]) -> Any:
         return rebuild_carry(values[:n_carry]), rebuild_row(values[n_carry:])
 
-    def carry_types(body: _Body) -> list[Any]:
-        return body.out_types()[:n_carry]
+    def make(types: list[Any]) -> Body:
+        return Body("scan", f, [*types, *row_types], as_args)
 
-    inputs, body = _settle("scan", inputs, lambda types: _Body(f, [*types, *row_types], as_args), carry_types)
-    result = body.rebuild(body.out_types())
-    if not isinstance(result, tuple) or len(result) != 2:
-        raise ArgumentError(f"scan: f must return a pair (carry, y), got {jax.tree.structure(result)}.")
-    _check_carry("scan", result[0], rebuild_carry(list(map(jax.typeof, inputs))))
-    carried = _carried(body)
-    seen = _seen(carried, body)
+    inputs, body = settle("scan", inputs, rebuild_carry, make, _carry_of_scan)
+    carried = carried_by(body)
+    seen = seen_by(carried, body)
 
     def step(loop: Any, x: list[Any]) -> Any:
         results, values = body.run([*loop[0], *x], dict(zip(carried, loop[1])), seen)
-        return ([_like(r, i) for r, i in zip(results, inputs)], list(values.values())), results[n_carry:]
+        return (like(results[:n_carry], inputs), list(values.values())), results[n_carry:]
 
     loop = (inputs, list(carried.values()))
     (results, values), ys = jax.lax.scan(step, loop, rows, length=length, reverse=reverse, unroll=unroll)
-    _store(carried, dict(zip(carried, values)))
+    store(carried, dict(zip(carried, values)), body)
     return body.rebuild([*results, *ys])
 
 
-def _row_type(rows: Any, aval: Any) -> Any:
+def _carry_of_scan(body: Body) -> Any:
+    result = body.rebuild(body.out_types())
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise ArgumentError(f"scan: f must return a pair (carry, y), got {shown(jax.tree.structure(result))}.")
+    return result[0]
+
+
+def _row_type(aval: Any) -> Any:
     if _jax.in_replica_trace():
         return _jax.local_aval(aval.shape[1:], aval.dtype, varying=_jax.aval_varies(aval))
-    return jax.make_jaxpr(lambda r: r[0])(jax.ShapeDtypeStruct((1, *aval.shape[1:]), aval.dtype)).out_avals[0]
+    return _row_of(aval.shape[1:], aval.dtype)
 
 
-def _length(xs: Any, length: int | None) -> int:
-    lengths = {leaf.shape[0] if getattr(leaf, "ndim", 0) else None for leaf in map(_plain, jax.tree.leaves(xs))}
-    if None in lengths or len(lengths) > 1:
-        raise ArgumentError(f"scan: the arrays of xs need the same first dimension, got {sorted(map(str, lengths))}.")
-    if not lengths and not isinstance(length, int):
-        raise ArgumentError("scan: give xs, or the number of steps as length (a Python int).")
+@functools.lru_cache(maxsize=1024)
+def _row_of(shape: tuple[int, ...], dtype: Any) -> Any:
+    return jax.make_jaxpr(lambda r: r[0])(jax.ShapeDtypeStruct((1, *shape), dtype)).out_avals[0]
+
+
+def _check_steps(xs: Any, length: Any, unroll: Any) -> int:
+    """The number of steps, or an error about it."""
+    shapes = [jnp.shape(plain(leaf)) if is_input(plain(leaf)) else None for leaf in jax.tree.leaves(xs)]
+    if not all(shapes):
+        raise ArgumentError(
+            "scan: xs must be arrays, or pytrees of arrays, whose rows are the steps; got a number, a list or another"
+            f" object without rows: {xs!r:.80}. For a list use jnp.asarray or jnp.stack."
+        )
+    lengths = {shape[0] for shape in shapes if shape}
+    if len(lengths) > 1:
+        raise ArgumentError(f"scan: the arrays of xs need the same first dimension, got {sorted(lengths)}.")
+    if length is None and not lengths:
+        raise ArgumentError("scan: give xs, or the number of steps as length.")
     steps = lengths.pop() if lengths else length
+    if length is not None and (not isinstance(length, (int, np.integer)) or length < 0):
+        raise ArgumentError(f"scan: length must be a number of steps, a Python int of at least 0, got {length!r:.80}.")
     if length is not None and steps != length:
         raise ArgumentError(f"scan: length is {length}, but xs has {steps} rows.")
-    assert isinstance(steps, int)
-    return steps
+    if not isinstance(unroll, (bool, int)) or unroll < 0:
+        raise ArgumentError(f"scan: unroll must be True, False or a number of steps, got {unroll!r:.80}.")
+    return int(steps)
 
 
-# ---- shared --------------------------------------------------------------------------------------
+# ---- arguments -----------------------------------------------------------------------------------
 
 
-def _settle(
-    name: str, inputs: list[Any], make: Callable[[list[Any]], _Body], carry_types: Callable[[_Body], list[Any]]
-) -> tuple[list[Any], _Body]:
-    """The carry's inputs in the types that the body gives back, and the body traced for them.
-
-    A second trace is needed where the body makes a value differ between replicas, or a Python number's
-    type definite, that was not so at the start.
-    """
-    for _ in range(len(inputs) + 1):
-        body = make([jax.typeof(x) for x in inputs])
-        new = carry_types(body)
-        settled = [_settled(x, t) for x, t in zip(inputs, new)]
-        if all(a is b for a, b in zip(settled, inputs)):
-            break
-        inputs = settled
-    return inputs, body
+def _as_condition(value: Any) -> Any:
+    value = plain(value)
+    if not (is_input(value) or isinstance(value, bool)):
+        raise ArgumentTypeError(f"cond: pred must be True, False or a boolean scalar, got {type(value).__name__}.")
+    array = jnp.asarray(value)
+    if array.shape != ():
+        raise ArgumentError(f"cond: pred must be a scalar, got shape {array.shape}. Reduce it with .any() or .all().")
+    return array
 
 
-def _settled(value: Any, new: Any) -> Any:
-    old = jax.typeof(value)
-    if old.weak_type and old.shape == new.shape and (not new.weak_type or new.dtype != old.dtype):
-        value = jax.lax.convert_element_type(value, new.dtype)
-    if _jax.aval_varies(new) and not _jax.varies(value):
-        value = _jax.lift(value)
-    return value
-
-
-def _like(value: Any, example: Any) -> Any:
-    if value.dtype != example.dtype or jax.typeof(value).weak_type != jax.typeof(example).weak_type:
-        value = jax.lax.convert_element_type(value, example.dtype)
-    return _jax.lift(value) if _jax.varies(example) else value
-
-
-def _check_carry(name: str, found: Any, expected: Any) -> None:
-    structures = jax.tree.structure(found), jax.tree.structure(expected)
-    if structures[0] != structures[1]:
-        raise ArgumentError(f"{name}: the carry must keep its structure, {structures[1]}; the body returned {structures[0]}.")
-    for i, (new, old) in enumerate(zip(jax.tree.leaves(found), jax.tree.leaves(expected))):
-        if new.shape != old.shape or (new.dtype != old.dtype and not new.weak_type):
-            raise ArgumentError(
-                f"{name}: leaf {i} of the carry is {old.str_short()} and became {new.str_short()} in the body; a carry keeps"
-                " its shapes and dtypes."
-            )
-
-
-def _refuse_collectives(name: str, others: str, *bodies: _Body) -> None:
-    if any(_jax.has_collective(body.traced.program.jaxpr) for body in bodies):
-        raise StrategyError(
-            f"{name} at {_jax.user_line()}: the condition may differ between the replicas, and the body reduces over them"
-            f" (an all_reduce, or an update with an aggregation): those that {others} would be waited for for ever. Make"
-            " the condition the same on all replicas, or reduce outside."
-        )
-
-
-def _refuse_writes(body: _Body) -> None:
-    for variable in body.written:
-        if not variable.per_replica:
-            raise AggregationRequiredError(
-                f"while_loop at {_jax.user_line()}: {variable.label} is mirrored and assigned in a loop whose number of"
-                " steps may differ between the replicas. Make the condition the same on all of them."
-            )
-
-
-def _flatten(tree: Any) -> tuple[list[Any], list[Any], Callable[[list[Any]], Any]]:
-    """Arrays of a pytree, their types, and how to build the tree around other arrays."""
-    leaves, structure = jax.tree.flatten(tree)
-    leaves = [_plain(leaf) for leaf in leaves]
-    dynamic = [is_input(leaf) or isinstance(leaf, bool) for leaf in leaves]
-    arrays = [jnp.asarray(leaf) for leaf, d in zip(leaves, dynamic) if d]
-
-    def rebuild(values: list[Any]) -> Any:
-        rest = iter(values)
-        return jax.tree.unflatten(structure, [next(rest) if d else leaf for d, leaf in zip(dynamic, leaves)])
-
-    return arrays, [jax.typeof(a) for a in arrays], rebuild
-
-
-def _plain(leaf: Any) -> Any:
-    return leaf.value if isinstance(leaf, (Variable, Component)) else leaf
-
-
-def _array(value: Any, label: str) -> Any:
-    value = _plain(value)
+def _check_function(construct: str, role: str, fn: Any, n_args: int) -> None:
+    if not callable(fn):
+        raise ArgumentTypeError(f"{construct}: {role} must be a function, got {type(fn).__name__} {fn!r:.60}.")
     try:
-        return value if isinstance(value, jax.Array) else jnp.asarray(value)
-    except (TypeError, ValueError) as error:
-        raise ArgumentTypeError(f"{label} must be an array or a number, got {type(value).__name__}.") from error
-
-
-def _check_functions(name: str, *functions: Any) -> None:
-    for fn in functions:
-        if not callable(fn):
-            raise ArgumentTypeError(f"{name} takes functions, got {type(fn).__name__} {fn!r:.60}.")
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # builtins, some of which have none
+        return
+    try:
+        signature.bind(*[None] * n_args)
+    except TypeError as error:
+        name = getattr(fn, "__name__", type(fn).__name__)
+        raise ArgumentTypeError(
+            f"{construct}: {role} is called with {n_args} arguments, but it is {name}{signature}: {error}."
+        ) from None
 
 
 def _runs_now() -> bool:

@@ -13,7 +13,7 @@ from phalanx import _jax
 from phalanx._identities import Identities
 from phalanx._linearize import push_forward
 from phalanx.errors import ArgumentError, ArgumentTypeError, TapeError
-from phalanx.tape import OpenTape
+from phalanx.tape import OpenTape, check_unconnected
 from phalanx.variables import Component, Variable, check_kind, to_array
 
 
@@ -42,7 +42,7 @@ class ForwardAccumulator(OpenTape):
     def __init__(self, primals: Any, tangents: Any) -> None:
         leaves, structure = jax.tree.flatten(primals, is_leaf=_is_variable)
         if not leaves:
-            raise ArgumentError("ForwardAccumulator: primals is empty; give the variables or arrays to differentiate by.")
+            raise ArgumentError("ForwardAccumulator: primals is empty; give the arrays to differentiate by.")
         try:
             directions = structure.flatten_up_to(tangents)
         except (ValueError, TypeError) as error:
@@ -81,8 +81,7 @@ class ForwardAccumulator(OpenTape):
         Raises:
             ArgumentError: for another `unconnected_gradients`.
         """
-        if unconnected_gradients not in ("none", "zero"):
-            raise ArgumentError(f"unconnected_gradients must be 'none' or 'zero', got {unconnected_gradients!r}.")
+        check_unconnected(unconnected_gradients)
 
         return jax.tree.map(lambda value: self._derivative(value, unconnected_gradients), target, is_leaf=_is_variable)
 
@@ -95,7 +94,7 @@ class ForwardAccumulator(OpenTape):
         if tangent is None:
             return jnp.zeros(value.shape, value.dtype) if unconnected_gradients == "zero" else None
         # Typed as the same on all replicas or not, a derivative is the replica's own.
-        return _jax.lift(tangent) if _jax.in_replica_trace() else tangent
+        return _jax.local_lift(tangent) if _jax.in_replica_trace() else tangent
 
     def wants(self, args: Sequence[Any]) -> bool:
         return self.active and self._tangents.any_of(args)

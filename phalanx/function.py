@@ -6,7 +6,9 @@ inputs of the program, so that later calls see their present values.
 
 from __future__ import annotations
 
+import collections
 import functools
+import itertools
 import logging
 import operator
 import sys
@@ -18,6 +20,7 @@ from contextlib import contextmanager
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 import jax
+import numpy as np
 
 from phalanx import _jax, state
 from phalanx._launch import Compiled, Launch
@@ -33,6 +36,9 @@ logger = logging.getLogger("phalanx")
 
 _STORM = 10
 """Traces of one function after which it is said once that something is wrong."""
+
+_REMEMBERED = 20
+"""Latest traces whose arguments a function remembers, to explain the next."""
 
 _WARM_UP_CALLS = 2
 """Calls of a function that may trace it while `strict` is on."""
@@ -197,11 +203,12 @@ class Function(Generic[P, R]):
         self._signature = Signature(fn, static_argnames, input_signature, reduce_retracing, 1 if instance else 0)
         self.__signature__ = self._signature.of_calls
         self._traces: dict[Hashable, ConcreteFunction] = {}
-        self._history: list[tuple[Call, tuple[Hashable, ...]]] = []
+        self._history: collections.deque[tuple[Call, tuple[Hashable, ...]]] = collections.deque(maxlen=_REMEMBERED)
+        self._kinds = 0
+        """How many traces were kept, some for objects that are gone; the last of them are in the history."""
         self._shared: list[Compiled] = []
         self._methods: dict[int, tuple[weakref.ref[Any], Function[..., Any]]] = {}
         self._calls = 0
-        self._warned = False
         self.trace_count = 0
         """How often the body has run to be traced."""
 
@@ -291,6 +298,7 @@ class Function(Generic[P, R]):
         known = list(identities(call.keys))
         traced.borrow([identity.value for identity in known if isinstance(identity.value, Variable)])
         self._history.append((kind, _context_keys()))
+        self._kinds += 1
         key = self._key(call)
         self._traces[key] = concrete
         self._warn_of_storm()
@@ -331,7 +339,7 @@ class Function(Generic[P, R]):
         """Give variables born in the trace their initial values; nothing else of it takes effect."""
         with state.lifted_out():
             program = traced.program.only(slice(traced.n_results + len(traced.written), None))
-            values = program(traced.inputs(call.inputs, lambda capture: capture[0]._stored))
+            values = program(traced.inputs(call.inputs, lambda capture: state.borrow(capture[0])))
             for variable, value in zip(traced.initial, values):
                 variable._replace(variable._placed(value))
 
@@ -347,6 +355,8 @@ class Function(Generic[P, R]):
             if compiled.fits(traced, self._donate):
                 return compiled
         compiled = Compiled(traced, self._donate)
+        if compiled.calls_back:  # it fits no other trace
+            return compiled
         self._shared.insert(0, compiled)
         del self._shared[_SHARED_PROGRAMS:]
         return compiled
@@ -366,13 +376,14 @@ class Function(Generic[P, R]):
             trace 2: argument 'x': float32[2] -> float32[3]
         """
         lines = [f"{self.name}: traced {self.trace_count} times."]
-        for i in range(1, len(self._history)):
-            lines.append(f"trace {i + 1}: {self._difference(i)}")
+        forgotten = self._kinds - len(self._history)
+        for i, (call, context) in enumerate(self._history):
+            if i:
+                lines.append(f"trace {forgotten + i + 1}: {self._difference(call, context, i)}")
         return "\n".join(lines)
 
-    def _difference(self, index: int) -> str:
-        call, context = self._history[index]
-        earlier = reversed(self._history[:index])
+    def _difference(self, call: Call, context: tuple[Hashable, ...], n_earlier: int) -> str:
+        earlier = reversed(list(itertools.islice(self._history, n_earlier)))
         fewest: list[str] = min((self._changes(*old, call, context) for old in earlier), key=len)
         return "; ".join(fewest) or "an object that is gone, or variables were created"
 
@@ -388,22 +399,17 @@ class Function(Generic[P, R]):
     def _check_strict(self, call: Call) -> None:
         if not (_Settings.strict and self._history and self._calls > _WARM_UP_CALLS):
             return
-        self._history.append((call, _context_keys()))
-        try:
-            difference = self._difference(len(self._history) - 1)
-        finally:
-            self._history.pop()
+        difference = self._difference(call, _context_keys(), len(self._history))
         raise RetraceError(
             f"{self.name} would be traced again after warm-up ({difference}), and px.strict is on. Pad or drop uneven"
             " batches, or call it once with each shape first."
         )
 
     def _warn_of_storm(self) -> None:
-        if len(self._traces) == _STORM and not self._warned:
-            self._warned = True
+        if self._kinds == _STORM:
             warnings.warn(
                 f"{self.name} has been traced for {_STORM} kinds of arguments, which is slow. Last change:"
-                f" {self._difference(len(self._history) - 1)}. See {self.name}.explain_retraces().",
+                f" {self._difference(*self._history[-1], len(self._history) - 1)}. See {self.name}.explain_retraces().",
                 stacklevel=4,
             )
 
@@ -439,7 +445,11 @@ def _examples(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """ShapeDtypeStructs as arrays of that type which hold nothing."""
 
     def example(leaf: Any) -> Any:
-        return jax.numpy.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
+        if not isinstance(leaf, jax.ShapeDtypeStruct):
+            return leaf
+        if not isinstance(leaf.dtype, np.dtype):  # random keys
+            return jax.numpy.zeros(leaf.shape, leaf.dtype)
+        return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)  # one element, whatever the shape
 
     args, kwargs = jax.tree.map(example, (args, kwargs))
     return args, kwargs
@@ -469,6 +479,9 @@ class _BoundFunction:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._function, name)
+
+    def __reduce__(self) -> Any:
+        return getattr, (self.__self__, self._function.name)  # as Python's own methods
 
     @property
     def __doc__(self) -> str | None:  # type: ignore[override]

@@ -95,7 +95,7 @@ class Optimizer:
             self._keep(self._tx.init([state.top().base.load(v) for v in variables]), variables)
         else:
             with state.lifted_out():
-                self._keep(self._tx.init([v._stored for v in variables]), variables)
+                self._keep(self._tx.init(list(map(state.borrow, variables))), variables)
 
     def _keep(self, initial: Any, variables: tuple[Variable, ...]) -> None:
         paths, self._structure = jax.tree_util.tree_flatten_with_path(initial)
@@ -296,7 +296,7 @@ def _constrained(variable: Variable, value: Any) -> Any:
 def _owners(tx: Any, initial: Any, n: int) -> list[int | None]:
     """For each leaf of the state: the position of the variable that it belongs to."""
     try:
-        marked = optax.tree.map_params(tx, lambda _, i: i, initial, list(range(n)), transform_non_params=lambda _: None)
+        marked = optax.tree.map_params(tx, lambda _, i: i, initial, list(range(n)), transform_non_params=lambda _: -1)
     except Exception:  # some transformations cannot be asked: then all of their state is shared
         return [None] * len(jax.tree.leaves(initial))
-    return jax.tree.leaves(marked, is_leaf=lambda x: x is None)
+    return [None if owner < 0 else owner for owner in jax.tree.leaves(marked)]

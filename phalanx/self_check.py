@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -62,7 +63,7 @@ def self_check(
     with _kept(strategy) as before, not_strict():
         step(elements[0])
         for v in strategy.variables:  # whose initial value was computed in the step
-            before.setdefault(v, v._stored)
+            _keep(v, before)
         _restore(before)
         everywhere = _run(step, elements, strategy)
         _restore(before)
@@ -121,19 +122,20 @@ def _kept(strategy: Strategy) -> Iterator[dict[Variable, Any]]:
     """The values of all variables, also of those that the strategy gets in the block; put back at its end."""
     before: dict[Variable, Any] = {}
 
-    def keep(variable: Variable) -> None:
-        if variable._stored is not None:
-            state.Lending.lend((variable,))
-            before.setdefault(variable, variable._stored)
-
     for variable in strategy.variables:
-        keep(variable)
-    strategy.on_register = keep
+        _keep(variable, before)
+    strategy.on_register = functools.partial(_keep, before=before)
     try:
         yield before
     finally:
         strategy.on_register = None
         _restore(before)
+
+
+def _keep(variable: Variable, before: dict[Variable, Any]) -> None:
+    if variable._stored is not None:
+        with state.lifted_out():
+            before.setdefault(variable, state.borrow(variable))
 
 
 def _restore(values: dict[Variable, Any]) -> None:
@@ -146,7 +148,8 @@ def _on_one_device(strategy: Strategy) -> Iterator[None]:
     """The strategy with its first device only, and its variables there."""
     devices = strategy.devices
     rules = state.CrossReplica(strategy)
-    stored = {v: state.merge_components(v._stored, v.aggregation) if v.per_replica else v._stored for v in strategy.variables}
+    stored = {v: state.borrow(v) for v in strategy.variables}
+    stored = {v: state.merge_components(x, v.aggregation) if v.per_replica else x for v, x in stored.items()}
     strategy._use_devices(devices[:1])
     try:
         with state.lifted_out():

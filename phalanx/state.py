@@ -146,10 +146,14 @@ class CrossReplica(Context):
         """The components after an assignment: they merge to `value` again."""
         n = variable.num_components
         value = jnp.asarray(value, variable.dtype)
-        if variable.aggregation == "sum" and n > 1:
-            # Rounded toward zero for integers, as in TensorFlow 2.21 (peer: var_on_read_int_sum_cross_assign).
-            value = (value / n).astype(variable.dtype)
-        return jnp.broadcast_to(value[None], (n, *value.shape))
+        if variable.aggregation != "sum" or n == 1:
+            return jnp.broadcast_to(value[None], (n, *value.shape))
+        if jnp.issubdtype(variable.dtype, jnp.inexact):
+            return jnp.broadcast_to((value / n)[None], (n, *value.shape))
+        # The first replica takes what does not divide: a count reads back as it was assigned.
+        part = jax.lax.div(value, jnp.asarray(n, variable.dtype))
+        parts = jnp.broadcast_to(part[None], (n, *value.shape))
+        return parts.at[0].add(value - part * n)
 
     def require_merge(self, variable: Variable) -> None:
         """Raise unless the variable says how its components merge."""
@@ -183,6 +187,40 @@ def refuse_foreign(variable: Variable, strategy: Any, action: str) -> None:
 lock = threading.RLock()
 """Held in eager code while the arrays in variables are handed out, given away or replaced."""
 
+_turns = threading.RLock()
+_calling_back: list[int] = []
+"""The thread whose program, running now, calls Python functions."""
+
+
+def turn() -> AbstractContextManager[Any]:
+    """Held by who updates variables, from reading the old values to storing the new ones; before `lock`.
+
+    Programs that call Python functions run in it without `lock`, so that these functions can read variables.
+
+    Raises:
+        StrategyError: in such a function, whose program waits for it.
+    """
+    if _calling_back:
+        thread = threading.current_thread()
+        # JAX calls back in the thread that runs the program, or in one that Python did not start.
+        if thread.ident in _calling_back or isinstance(thread, threading._DummyThread):
+            raise StrategyError(
+                "A Python function that a running program calls (jax.pure_callback, io_callback, debug.callback) assigns"
+                f" variables or calls a traced function, at {_jax.user_line()}. It may read variables only: the program"
+                " has their new values. Return the value from the program and use it afterwards."
+            )
+    return _turns
+
+
+@contextmanager
+def calling_back() -> Iterator[None]:
+    """In a `turn`: the block runs a program that calls Python functions, and waits for it."""
+    _calling_back.append(threading.get_ident())
+    try:
+        yield
+    finally:
+        _calling_back.pop()
+
 
 def set_all(objects: Iterable[Any], name: str, values: Iterable[Any]) -> None:
     """Set an attribute of several objects in one call into C: an interrupt finds all of them set or none."""
@@ -209,7 +247,11 @@ class Frame(ABC):
     context: Context
 
     lock: AbstractContextManager[Any] = nullcontext()
-    """Held while a variable is read or updated here."""
+    """Held while a variable is read or updated here; nobody waits for a `turn` in it."""
+
+    def turn(self) -> AbstractContextManager[Any]:
+        """Held around an update, from reading the old value to storing the new one."""
+        return self.lock
 
     is_eager = False
     inherits_tapes = False
@@ -225,6 +267,10 @@ class Frame(ABC):
 
     def load_for_read(self, variable: Variable) -> Any:
         """The stored array for user code that reads it."""
+        return self.load(variable)
+
+    def load_as_input(self, variable: Variable) -> Any:
+        """The stored array for a program that is called here."""
         return self.load(variable)
 
     @abstractmethod
@@ -265,6 +311,9 @@ class EagerFrame(Frame):
     def __init__(self) -> None:
         self.context = CrossReplica()
 
+    def turn(self) -> AbstractContextManager[Any]:
+        return turn()
+
     def load(self, variable: Variable) -> Any:
         for trace in _jax.trace_chain():
             if _jax.is_staging(trace):
@@ -296,6 +345,12 @@ class EagerFrame(Frame):
         Lending.lend(values)
         set_all(values, "_stored", placed)
 
+    def load_for_read(self, variable: Variable) -> Any:
+        with lock:
+            stored = self.load(variable)
+            self.handed_out(variable)
+        return stored
+
     def handed_out(self, variable: Variable) -> None:
         Lending.lend((variable,))
 
@@ -316,7 +371,8 @@ class TraceFrame(Frame):
         self.values: dict[Variable, Any] = {}
         self.captures: dict[Capture, int] = {}
         """The input of the program that each variable read from outside became."""
-        self._views: dict[Variable, Any] = {}
+        self._read_again: dict[Capture, tuple[Any, Any]] = {}
+        """Variables read after they were assigned: the assigned value, and what readers got."""
         self.written: dict[Variable, str] = {}
         """The variables that the body assigned, each with the user's line that did so last."""
         self.in_order = False
@@ -337,8 +393,10 @@ class TraceFrame(Frame):
             self.strategy = strategy
 
     def type_of(self, variable: Variable) -> Any:
-        if variable in self.values:
-            return jax.typeof(self.values[variable])
+        return jax.typeof(self.values[variable]) if variable in self.values else self.type_outside(variable)
+
+    def type_outside(self, variable: Variable) -> Any:
+        """Type of the stored array as the program gets it."""
         assert self.parent is not None
         return self.parent.base.type_of(variable)
 
@@ -351,27 +409,45 @@ class TraceFrame(Frame):
                     raise frozen(variable, "jit")
                 _stack.bodies_read = True
         if variable not in self.values:
-            self.values[variable] = self._capture(variable, False, self.type_of(variable))
+            self.values[variable] = self._entry(variable)
         return self.values[variable]
 
     def load_for_read(self, variable: Variable) -> Any:
-        stored = self.load(variable)
-        if (variable, False) not in self.captures or stored is not self.tracing.inputs[self.captures[variable, False]]:
-            return stored
         assert self.parent is not None
+        # A tape around this program sees a mirrored variable as varying, updates must see it as invariant.
         seen_by_tapes = self.inherits_tapes and _jax.in_replica_trace() and tapes_lift(self.parent, variable)
-        if variable.per_replica or not seen_by_tapes:
-            return stored
-        # A tape around this program sees the variable as varying, updates must see it as invariant.
-        if variable not in self._views:
-            aval = _jax.local_aval(variable.shape, variable.dtype, varying=True)
-            self._views[variable] = self._capture(variable, True, aval)
-        return self._views[variable]
+        return self._read(variable, self.load(variable), lifted=seen_by_tapes and not variable.per_replica)
 
-    def _capture(self, variable: Variable, lifted: bool, aval: Any) -> Any:
+    def load_as_input(self, variable: Variable) -> Any:
+        return self._read(variable, self.load(variable), lifted=False)
+
+    def _read(self, variable: Variable, stored: Any, lifted: bool) -> Any:
+        """What `stored` is for a reader: its gradient is the variable's, not that of what was assigned to it."""
+        if (variable, False) in self.captures and stored is self._entry(variable):
+            return self._entry(variable, lifted)
+        if variable in self.initial or not jnp.issubdtype(variable.dtype, jnp.inexact):
+            return stored
+        known = self._read_again.get((variable, lifted))
+        if known is None or known[0] is not stored:
+            entry = self._entry(variable, lifted)
+            with _jax.using_trace(self.tracing.trace):
+                again = _jax.read_again(_jax.lift(stored) if lifted else stored, entry)
+            known = self._read_again[variable, lifted] = (stored, again)
+        return known[1]
+
+    def _entry(self, variable: Variable, lifted: bool = False) -> Any:
+        """The input of the program that the variable is."""
+        if (variable, lifted) not in self.captures:
+            aval = self.type_outside(variable)
+            if lifted:
+                aval = _jax.local_aval(variable.shape, variable.dtype, varying=True)
+            self._capture(variable, lifted, aval)
+        return self.tracing.inputs[self.captures[variable, lifted]]
+
+    def _capture(self, variable: Variable, lifted: bool, aval: Any) -> None:
         self.note_use(variable.strategy)
         self.captures[variable, lifted] = len(self.tracing.inputs)
-        return self.tracing.input(aval)
+        self.tracing.input(aval)
 
     def store(self, variable: Variable, stored: Any) -> None:
         refuse_transformations(variable, self.tracing.trace)
@@ -400,11 +476,17 @@ class ContextFrame(Frame):
         self.place = parent.base
         self.lock = self.place.lock
 
+    def turn(self) -> AbstractContextManager[Any]:
+        return self.place.turn()
+
     def load(self, variable: Variable) -> Any:
         return self.place.load(variable)
 
     def load_for_read(self, variable: Variable) -> Any:
         return self.place.load_for_read(variable)
+
+    def load_as_input(self, variable: Variable) -> Any:
+        return self.place.load_as_input(variable)
 
     def type_of(self, variable: Variable) -> Any:
         return self.place.type_of(variable)
@@ -560,21 +642,27 @@ def read(variable: Variable) -> jax.Array:
     """The variable's value here and now; active tapes are told."""
     frame = _stack.top
     base = frame.base
-    with base.lock:
-        value = base.context.read(variable, base)
-        if not variable.per_replica:
-            base.handed_out(variable)
+    value = base.context.read(variable, base)
     return _tell_tapes(frame, variable, value)
+
+
+def borrow(variable: Variable) -> Any:
+    """The stored array here and now, which no step will take away from whoever asked."""
+    place = _stack.top.base
+    with place.lock:
+        stored = place.load(variable)
+        place.handed_out(variable)
+    return stored
 
 
 def load_for_call(capture: Capture) -> Any:
     """The stored array as an input of a program that is called here; active tapes are told."""
     variable, lifted = capture
     frame = _stack.top
-    stored = frame.base.load_for_read(variable) if lifted else frame.base.load(variable)
+    stored = frame.base.load_for_read(variable) if lifted else frame.base.load_as_input(variable)
     if not _jax.is_eager():
         frame.base.handed_out(variable)
-    if _jax.in_replica_trace() and not lifted:
+    if _jax.in_replica_trace() and not lifted and not variable.per_replica:
         # The program takes the invariant value; tapes that want it varying are told of their own capture.
         return _tell_tapes(frame, variable, stored, lifting=False)
     value = _tell_tapes(frame, variable, stored)
@@ -596,7 +684,7 @@ def _tell_tapes(frame: Frame, variable: Variable, value: Any, lifting: bool = Tr
 def assign(variable: Variable, value: Any, op: Op) -> None:
     """Update the variable by the rules of the place we are in."""
     base = _stack.top.base
-    with base.lock:
+    with base.turn(), base.lock:
         base.context.assign(variable, value, op, base)
 
 

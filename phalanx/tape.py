@@ -323,8 +323,7 @@ class GradientTape(OpenTape):
             >>> tape.gradient(y, {"w": w, "b": b})
             {'b': None, 'w': Array([2., 4.], dtype=float32)}
         """
-        if unconnected_gradients not in ("none", "zero"):
-            raise ArgumentError(f"unconnected_gradients must be 'none' or 'zero', got {unconnected_gradients!r}.")
+        check_unconnected(unconnected_gradients)
         targets = self._targets(target)
         seeds = _seeds(targets, target, output_gradients)
         leaves, structure = _sources(sources)
@@ -354,15 +353,14 @@ class GradientTape(OpenTape):
             Array([[2., 0.],
                    [0., 4.]], dtype=float32)
         """
+        check_unconnected(unconnected_gradients)
         (array,) = self._single(target, "jacobian")
         leaves, structure = _sources(sources)
         with self._differentiating():
             basis = jnp.eye(array.size, dtype=array.dtype).reshape(array.size, *array.shape)
             rows = self._batched_backward(array, basis, leaves)
-            grads = [
-                _finish(None if r is None else r.reshape(*array.shape, *_shape(s)), s, unconnected_gradients, array.shape)
-                for r, s in zip(rows, leaves)
-            ]
+            full = [None if r is None else r.reshape(*array.shape, *_shape(s)) for r, s in zip(rows, leaves)]
+            grads = [_finish(g, s, unconnected_gradients, array.shape) for g, s in zip(full, leaves)]
         return jax.tree.unflatten(structure, grads)
 
     def batch_jacobian(
@@ -379,12 +377,14 @@ class GradientTape(OpenTape):
             ArgumentError: when the first dimensions differ.
             TapeError: as in `gradient`.
         """
+        check_unconnected(unconnected_gradients)
         (array,) = self._single(target, "batch_jacobian")
         leaves, _ = _sources(source)
         shape = _shape(leaves[0]) if len(leaves) == 1 else None
         if not shape or not array.ndim or array.shape[0] != shape[0]:
             raise ArgumentError(
-                f"batch_jacobian: target and source need the same first dimension, got shapes {array.shape} and {shape}."
+                "batch_jacobian: target and source need the same first dimension, got shapes"
+                f" {array.shape} and {shape}."
             )
         with self._differentiating():
             row = array.size // array.shape[0] if array.shape[0] else 1
@@ -459,9 +459,21 @@ class GradientTape(OpenTape):
             if not any(number in cotangents for number in record.outs):
                 continue
             cts = [cotangents.get(n) if n in wanted else cotangents.pop(n, None) for n in record.outs]
-            for number, ct in zip(record.sources, record.pull(cts, again=self.active and self.recording)):
+            known_zero = all(ct is None for ct in cts)
+            pulled = [None] * len(record.sources) if known_zero else record.pull(cts, self.active and self.recording)
+            for number, ct in zip(record.sources, pulled):
                 _accumulate(cotangents, number, ct)
-        return [_total([cotangents[n] for n in group if n in cotangents]) for group in numbers]
+        return [self._total(source, cotangents, group) for source, group in zip(sources, numbers)]
+
+    def _total(self, source: Any, cotangents: dict[int, Any], numbers: list[int]) -> Any:
+        found = [cotangents[n] for n in numbers if n in cotangents]
+        if not found:
+            return None
+        total = functools.reduce(_add, found)
+        if total is None:
+            total = jnp.zeros(_shape(source), source.dtype)
+        # Typed as the same on all replicas or not, a gradient is the replica's own.
+        return _jax.local_lift(total) if _jax.in_replica_trace() else total
 
     def _numbers_of(self, source: Any) -> list[int]:
         """The values whose cotangents add up to the gradient with respect to `source`."""
@@ -499,14 +511,12 @@ class _Record:
 
 
 def _accumulate(cotangents: dict[int, Any], number: int, ct: Any) -> None:
-    before = cotangents.get(number)
-    cotangents[number] = ct if before is None else jax.lax.add(before, ct)
+    """Add to a value's cotangent; None is a zero, which is still something: the value is connected to the target."""
+    cotangents[number] = _add(cotangents.get(number), ct)
 
 
-def _total(cotangents: list[Any]) -> Any:
-    total = functools.reduce(jax.lax.add, cotangents) if cotangents else None
-    # Typed as the same on all replicas or not, a gradient is the replica's own.
-    return _jax.lift(total) if total is not None and _jax.in_replica_trace() else total
+def _add(a: Any, b: Any) -> Any:
+    return b if a is None else a if b is None else jax.lax.add(a, b)
 
 
 def _differentiable(value: Any) -> bool:
@@ -547,6 +557,12 @@ def _seeds(targets: list[Any], target: Any, output_gradients: Any) -> list[Any]:
 
 def _shape(source: Any) -> tuple[int, ...]:
     return tuple(source.shape)
+
+
+def check_unconnected(option: Any) -> None:
+    """Raise unless it is one of the two ways to answer for what has no gradient."""
+    if option not in ("none", "zero"):
+        raise ArgumentError(f"unconnected_gradients must be 'none' or 'zero', got {option!r}.")
 
 
 def _finish(grad: Any, source: Any, unconnected: Unconnected, prefix: Sequence[int] = ()) -> Any:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal, TypeAlias, cast, get_args
 
 import jax
@@ -12,7 +11,9 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from phalanx import _jax, state
+from phalanx._as_array import AsArray
 from phalanx.errors import (
+    AggregationRequiredError,
     ArgumentError,
     ArgumentTypeError,
     AssignmentError,
@@ -26,7 +27,7 @@ Synchronization = Literal["auto", "on_write", "on_read"]
 InitialValue: TypeAlias = ArrayLike | Callable[[], ArrayLike]
 
 
-class Variable:
+class Variable(AsArray):
     """A value that programs read and update; under a strategy every replica holds it.
 
     A *mirrored* variable (the default) has one value, kept equal on all replicas. A *per-replica*
@@ -60,8 +61,6 @@ class Variable:
 
     Semantics follow ``tf.Variable`` under ``tf.distribute`` (TensorFlow 2.21); see docs/differences.md.
     """
-
-    __array_priority__ = 1000
 
     _stored: Any
     _owned: bool
@@ -129,15 +128,15 @@ class Variable:
                     f"{self.label} is created at {self._created_at} from a value that belongs to a JAX"
                     " transformation. Create it outside, or give its initial value as a function without arguments."
                 )
-            return cast(jax.Array, initial_value if dtype is None else initial_value.astype(dtype))
+            return definite(initial_value, dtype or initial_value.dtype)
         array = to_array(self.label, "initial_value", initial_value)
         if dtype is not None and isinstance(initial_value, (bool, int, float, complex, list, tuple)):
             check_kind(self.label, array.dtype, dtype)
         with state.lifted_out():
             if isinstance(array, jax.Array):
-                return array if dtype is None or dtype == array.dtype else array.astype(dtype)
+                return definite(array, dtype or array.dtype)
             if dtype is None and not isinstance(initial_value, (np.ndarray, np.generic)):
-                dtype = jnp.result_type(_weak_type_of(array.dtype))
+                dtype = jnp.result_type(weak_type_of(array.dtype))
             # A copy: on a CPU JAX may share memory with NumPy, whose owner can write to it.
             return jnp.array(array, dtype)
 
@@ -245,11 +244,10 @@ class Variable:
                 f"{self.label} has shape {self.shape}, got a value of shape {tuple(array.shape)} at"
                 f" {_jax.user_line()}. There is no broadcasting in assignments: use jnp.broadcast_to."
             )
-        if array.dtype == self.dtype:
-            return array if isinstance(array, jax.Array) else jnp.array(array)
         check_kind(self.label, array.dtype, self.dtype, exact=_is_strong(array))
         if isinstance(array, jax.Array):
-            return array.astype(self.dtype)
+            return definite(array, self.dtype)
+        check_range(self.label, array, self.dtype)
         return jnp.array(array, self.dtype)
 
     def _placed(self, stored: Any) -> Any:
@@ -259,60 +257,11 @@ class Variable:
     def _replace(self, stored: Any) -> None:
         """Take another array, which others may hold too."""
         is_first = self._stored is None
-        state.Lending.lend((self,))
-        self._stored = stored
+        with state.lock:
+            state.Lending.lend((self,))
+            self._stored = stored
         if is_first and self.strategy is not None:
             self.strategy.register(self)
-
-    # ---- as an array ----
-
-    def __jax_array__(self) -> jax.Array:
-        return self.value
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-        return np.asarray(self.value, dtype)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or not hasattr(jax.Array, name):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self.value, name)
-
-    @property
-    def ndim(self) -> int:
-        """Number of axes."""
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return int(np.prod(self.shape, dtype=np.int64))
-
-    def __len__(self) -> int:
-        return len(self.value)
-
-    def __iter__(self) -> Iterator[jax.Array]:
-        return iter(self.value)
-
-    def __getitem__(self, index: Any) -> jax.Array:
-        return self.value[index]
-
-    def __bool__(self) -> bool:
-        return bool(self.value)
-
-    def __float__(self) -> float:
-        return float(self.value)
-
-    def __int__(self) -> int:
-        return int(self.value)
-
-    def __complex__(self) -> complex:
-        return complex(self.value)
-
-    def __index__(self) -> int:
-        return operator.index(self.value)
-
-    def __format__(self, spec: str) -> str:
-        return format(self.value if spec else repr(self), spec)
 
     __hash__ = object.__hash__
 
@@ -329,13 +278,13 @@ class Variable:
         return f"Variable(name={self.name!r}, shape={self.shape}, dtype={self.dtype}{where}, value={self._short()})"
 
     def _short(self) -> str:
-        stored = self._stored
-        if stored is None:
+        if self._stored is None:
             return "<not initialised>"
-        if self.per_replica and self.num_components == 1:
-            stored = stored[0]
         try:
             with state.lifted_out(), np.printoptions(threshold=6, edgeitems=2, precision=4):
+                stored = state.borrow(self)
+                if self.per_replica and self.num_components == 1:
+                    stored = stored[0]
                 return " ".join(str(to_host(stored)).split())
         except Exception:  # a repr must not fail: buffers may be gone, or lie on another process
             return "<not readable here>"
@@ -345,7 +294,8 @@ class Variable:
             raise VariableCreationError(f"{self.label} has no value yet and cannot be copied or pickled.")
         kept = {k: v for k, v in self.__dict__.items() if k not in ("strategy", "_stored", "_owned")}
         with state.lifted_out():
-            return {**kept, "value": to_host(self._stored), "key_impl": _key_impl(self._stored)}
+            stored = state.borrow(self)
+            return {**kept, "value": to_host(stored), "key_impl": _key_impl(stored)}
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
         """The copy belongs to the strategy in whose scope it is made; components merge and spread anew."""
@@ -361,7 +311,7 @@ class Variable:
         self._replace(self._placed(stored))
 
 
-class Component:
+class Component(AsArray):
     """One replica's copy of a variable, for looking at and as a source of gradients.
 
     `container` is the variable, `replica_id` the replica. It can be used wherever JAX takes an array.
@@ -379,9 +329,7 @@ class Component:
     @property
     def value(self) -> jax.Array:
         """The copy itself, an array on that replica's device."""
-        place = state.top().base
-        stored = place.load(self.container)
-        place.handed_out(self.container)
+        stored = state.borrow(self.container)
         if _jax.is_tracer(stored) or self.container.strategy is None:
             if not self.container.per_replica:
                 return cast(jax.Array, stored)
@@ -400,21 +348,15 @@ class Component:
         """Dtype of the value."""
         return self.container.dtype
 
-    def __jax_array__(self) -> jax.Array:
-        return self.value
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-        return np.asarray(self.value, dtype)
-
-    def __float__(self) -> float:
-        return float(self.value)
-
     def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, Component)
             and other.container is self.container
             and other.replica_id == self.replica_id
         )
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
 
     def __hash__(self) -> int:
         return hash((id(self.container), self.replica_id))
@@ -456,6 +398,13 @@ class _IndexedUpdate:
             ) from error
 
     def _assign(self, method: str, values: ArrayLike) -> Variable:
+        variable = self._variable
+        if state.context().in_replica and variable.aggregation == "sum" and not variable.per_replica:
+            raise AggregationRequiredError(
+                f"{variable.label} has aggregation 'sum': at[...].{method} in a replica, at {_jax.user_line()}, would sum"
+                " the elements that it leaves alone over the replicas too. Use at[...].add, which sums the increments, or"
+                " assign the whole value."
+            )
         return self._variable.assign(self._updated(self._variable.value, method, values))
 
     def _increment(self, values: ArrayLike) -> Any:
@@ -540,6 +489,24 @@ def _reason(error: Exception) -> str:
 _KINDS = {"b": 0, "u": 1, "i": 1, "f": 2, "V": 2, "c": 3}
 
 
+def definite(array: Any, dtype: Any) -> jax.Array:
+    """`array` in this dtype, and no longer with the weak one of a Python number, which would spread to results."""
+    if array.dtype == dtype and not getattr(array, "weak_type", False):
+        return cast(jax.Array, array)
+    return cast(jax.Array, jax.lax.convert_element_type(array, dtype))
+
+
+def check_range(label: str, array: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> None:
+    """Raise when integers of the host do not fit the variable's integer dtype."""
+    if array.size and np.issubdtype(array.dtype, np.integer) and np.issubdtype(dtype, np.integer):
+        limits = np.iinfo(dtype)
+        if array.min() < limits.min or array.max() > limits.max:
+            raise AssignmentError(
+                f"{label} has dtype {dtype}, which holds {limits.min} to {limits.max}; got values from {array.min()} to"
+                f" {array.max()} at {_jax.user_line()}."
+            )
+
+
 def check_kind(label: str, found: Any, wanted: Any, exact: bool = False) -> None:
     """Raise unless a value of dtype `found` may become `wanted` without losing its kind."""
     if found == wanted:
@@ -556,30 +523,6 @@ def _is_strong(array: Any) -> bool:
     return isinstance(array, jax.Array) and not array.weak_type
 
 
-def _weak_type_of(dtype: Any) -> Any:
+def weak_type_of(dtype: Any) -> Any:
+    """The Python type whose numbers become arrays of this kind."""
     return {"b": bool, "i": int, "u": int, "f": float, "c": complex}[np.dtype(dtype).kind]
-
-
-# ---- operators -----------------------------------------------------------------------------------
-
-
-def _forward(name: str) -> Callable[..., Any]:
-    def method(self: Any, *others: Any) -> Any:
-        operands = [o.value if isinstance(o, (Variable, Component)) else o for o in others]
-        return getattr(self.value, name)(*operands)
-
-    method.__name__ = name
-    return method
-
-
-_BINARY = "add sub mul truediv floordiv mod divmod pow matmul and or xor lshift rshift".split()
-_NAMES = [f"__{p}{name}__" for name in _BINARY for p in ("", "r")]
-_NAMES += [f"__{name}__" for name in ("eq", "ne", "lt", "le", "gt", "ge", "neg", "pos", "abs", "invert", "round")]
-
-for _name in _NAMES:
-    setattr(Variable, _name, _forward(_name))
-    if _name not in ("__eq__", "__ne__"):
-        setattr(Component, _name, _forward(_name))
-
-_jax.register_array_like(Variable, lambda variable: variable.value)
-_jax.register_array_like(Component, lambda component: component.value)

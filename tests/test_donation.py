@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import optax
 import pytest
 
 import phalanx as px
+from phalanx import state
 
 STEPS = 10
 START = np.arange(4.0, dtype=np.float32)
@@ -347,3 +349,74 @@ def test_an_optimizer_with_an_average_of_the_weights(place):
     for arrays, weights in held:
         assert arrays[0].tolist() == weights
         assert all(np.isfinite(a).all() for a in arrays)
+
+
+@pytest.mark.parametrize("setting", ["jax_debug_nans", "jax_debug_infs"])
+def test_a_result_that_jax_checks_and_refuses_leaves_the_variables_as_they_were(place, setting):
+    v = place.variable(START)
+    divide = place.step(lambda: v.assign_add(v.value * 0 / (v.value - v.value[0]) + jnp.log(v.value - v.value)))
+    step = place.step(lambda: v.assign_add(ONES))
+    step()
+    jax.config.update(setting, True)
+    try:
+        with pytest.raises(FloatingPointError, match="invalid value"):
+            divide()
+        assert v.numpy().tolist() == (START + 1).tolist()
+        step()
+    finally:
+        jax.config.update(setting, False)
+    step()
+    assert v.numpy().tolist() == (START + 3).tolist()
+
+
+# ---- while another thread steps ------------------------------------------------------------------
+
+
+def lent_to(use, v):
+    """Whether `use` got hold of the array in `v` between two steps of another thread, and was let keep it."""
+    step = px.function(lambda: v.assign_add(ONES))
+    step()
+    step()  # from here on the variable owns its buffer, and steps take it
+    real, stepped = state.EagerFrame.load, []
+
+    def load_then_step(frame, variable):
+        stored = real(frame, variable)
+        if not stepped:
+            stepped.append(threading.Thread(target=step))
+            stepped[0].start()
+            stepped[0].join(0.05)  # it must wait, so this is the whole of it
+            stepped.append(not stored.is_deleted())
+        return stored
+
+    state.EagerFrame.load = load_then_step
+    try:
+        use()
+    finally:
+        state.EagerFrame.load = real
+        stepped[0].join()
+    return stepped[1]
+
+
+@pytest.mark.parametrize("n", [0, 2])
+def test_whoever_looks_at_a_variable_gets_an_array_that_another_threads_step_cannot_delete(n):
+    strategy = px.Mirrored(jax.devices()[:2]) if n else None
+    per_replica = {"synchronization": "on_read", "aggregation": "mean"}
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        v = px.Variable(START)
+        parts = px.Variable(START, **per_replica)
+    found = []
+    for variable in (v, parts):
+        for use in (
+            lambda: variable.numpy(),
+            lambda: found.append(variable.components[0].value),
+            lambda: found.append(repr(variable)),
+            lambda: pickle.dumps(variable),
+            lambda: copy.deepcopy(variable),
+        ):
+            assert lent_to(use, variable)
+    assert "not readable" not in str(found)
+    if strategy:
+        assert lent_to(lambda: found.append(strategy.reduce("mean", parts)), parts)
+    else:
+        assert lent_to(lambda: px.Mirrored(jax.devices()[:2]).adopt(v), v)
+        assert lent_to(lambda: px.Optimizer(optax.adam(0.1)).build([v]), v)

@@ -731,3 +731,45 @@ def test_each_thread_has_its_own_scope_and_trace():
         return px.get_strategy().num_replicas
 
     assert in_threads(2, work) == [2, 1]
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_without_jit_functions_do_the_same(warm):
+    v, x = px.Variable(np.zeros(3, np.float32)), jnp.arange(3.0) + warm
+    assign, add = px.function(lambda x: v.assign(x).value), px.function(lambda: v.assign_add(jnp.ones(3)))
+    if warm:
+        assign(x), add()
+    with jax.disable_jit():
+        assert assign(x).tolist() == x.tolist()
+        add()
+        add()
+        with px.GradientTape() as tape:
+            y = (v * v).sum()
+        assert tape.gradient(y, v).tolist() == (2 * x + 4).tolist()
+    assert v.numpy().tolist() == (x + 2).tolist()
+
+
+class Counter:
+    def __init__(self):
+        self.n = px.Variable(0.0)
+
+    @px.function
+    def count(self, x):
+        return self.n.assign_add(x).value
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_a_method_is_copied_as_methods_of_python_are(copied):
+    counter = Counter()
+    count = copied(counter.count)
+    assert float(count(2.0)) == float(count.__self__.n) == 2.0
+    assert (count == counter.count) == (count.__self__ is counter) == (copied is copy.copy)
+
+
+def test_types_stand_for_arrays_that_no_memory_would_hold():
+    f, runs = counted(lambda x: x.sum())
+    huge = jax.ShapeDtypeStruct((1 << 20, 1 << 22), jnp.float32)
+    assert f.get_concrete_function(huge).name == f.name
+    assert f.cost(huge)["flops"] > 1 << 41
+    assert "1048576x4194304xf32" in f.lower(huge).as_text()
+    assert f.trace_count == 1

@@ -359,11 +359,15 @@ def test_a_rebuilt_model_of_the_same_structure_does_not_compile_again(compilatio
     assert len(step._shared) == 2
 
 
-def test_rebuilding_models_is_no_storm_of_traces():
+def test_a_new_object_at_every_call_is_a_storm_of_traces_that_is_warned_of_once():
     step = px.function(train)
-    for _ in range(12):
-        step(Net(2), px.Optimizer(optax.sgd(0.1)), np.ones((1, 2), np.float32))
-    assert step.trace_count == 12
+    with pytest.warns(UserWarning, match="train has been traced for 10 kinds of arguments") as caught:
+        for i in range(25):
+            step(Net(2), px.Optimizer(optax.sgd(0.1)), np.ones((1, 2), np.float32))
+            assert len(caught) == (i >= 9)
+    assert step.trace_count == 25
+    lines = step.explain_retraces().splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["train", *(f"trace {n}" for n in range(7, 26))]
 
 
 def test_programs_that_differ_only_in_a_constant_are_told_apart():

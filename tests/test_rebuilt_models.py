@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -83,3 +84,25 @@ def test_a_model_of_another_structure_is_compiled_and_the_old_ones_go(compiled):
     assert compiled() > 0
     gc.collect()
     assert gone() is None
+
+
+class Scaled:
+    """Calls Python functions of its own."""
+
+    def __init__(self, factor):
+        self.factor = factor
+        self.seen = []
+        self.total = px.Variable(0.0)
+
+    @px.function
+    def step(self, x):
+        self.total.assign_add(jax.pure_callback(lambda x: self.factor * x, x, x))
+        jax.debug.callback(lambda total: self.seen.append(float(total)), self.total.value)
+        return self.total.value
+
+
+def test_each_object_gets_its_own_python_functions_called():
+    models = [Scaled(np.float32(factor)) for factor in (2, 3, 5)]
+    x = jnp.float32(1.0)
+    assert [[float(model.step(x)) for _ in range(2)] for model in models] == [[2.0, 4.0], [3.0, 6.0], [5.0, 10.0]]
+    assert [model.seen for model in models] == [[2.0, 4.0], [3.0, 6.0], [5.0, 10.0]]

@@ -243,8 +243,8 @@ class MergeRules(state.CrossReplica):
         return broadcast(stored[0], 0)  # type: ignore[no-any-return]
 
     def spread(self, variable: Variable, value: Any) -> jax.Array:
-        stored = super().spread(variable, value)[:1]
-        return _jax.lift(stored)  # type: ignore[no-any-return]
+        parts = super().spread(variable, value)
+        return jax.lax.dynamic_index_in_dim(parts, jax.lax.axis_index(_jax.REPLICA_AXIS))
 
     def assign(self, variable: Variable, value: Any, op: state.Op, frame: state.Frame) -> None:
         if not is_per_replica(value) and _jax.varies(value):

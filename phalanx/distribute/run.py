@@ -35,9 +35,7 @@ class ReplicaFrame(state.TraceFrame):
 
     inherits_tapes = False
 
-    def type_of(self, variable: Variable) -> Any:
-        if variable in self.values:
-            return jax.typeof(self.values[variable])
+    def type_outside(self, variable: Variable) -> Any:
         shape = (1, *variable.shape) if variable.per_replica else variable.shape
         return _jax.local_aval(shape, variable.dtype, varying=variable.per_replica)
 

@@ -154,12 +154,14 @@ class Strategy:
                 f"{variable.label} was made outside the scope of {self!r} and read in a traced function before its first"
                 " replica. Create it in the scope."
             )
-        with state.lifted_out():
-            stored = variable._stored
-            if variable.per_replica and stored is not None:
-                stored = jnp.broadcast_to(stored[:1], (self.num_replicas, *variable.shape))
+        with state.lifted_out(), state.turn(), state.lock:
+            if variable.strategy is not None:  # another thread was first
+                return
+            stored = None if variable._stored is None else state.borrow(variable)
             variable.strategy = self
             if stored is not None:
+                if variable.per_replica:
+                    stored = state.CrossReplica(self).spread(variable, stored[0])
                 variable._replace(self.place(stored, per_replica=variable.per_replica))
         self.register(variable)
 
@@ -281,7 +283,7 @@ class Strategy:
 
     def _reduce_leaf(self, op: Any, leaf: Any, axis: int | None) -> Any:
         if isinstance(leaf, Variable) and leaf.per_replica:
-            leaf = PerReplica(state.top().base.load(leaf), self)
+            leaf = PerReplica(state.borrow(leaf), self)
         elif isinstance(leaf, (Variable, Component)):
             leaf = leaf.value
         parted = is_per_replica(leaf)
