@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 import jax
@@ -25,7 +24,6 @@ import matplotlib
 import numpy as np
 import optax
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from sklearn.datasets import load_digits
 
@@ -124,15 +122,28 @@ class Trainer:
     def batches(self, rows: Rows, **options):
         return self.strategy.distribute_dataset(rows, BATCH, remainder="pad", mask=True, **options)
 
-    def train(self, rows: Rows, epochs: int) -> Iterator[jax.Array]:
-        """Train, and give the loss of each step."""
-        dataset = self.batches(rows, shuffle=True, seed=1)
-        for _ in range(epochs):
-            yield from map(self.train_step, dataset)
+    def shuffled(self, rows: Rows):
+        """Batches for training; each time round in another order, the same on any number of replicas."""
+        return self.batches(rows, shuffle=True, seed=1)
 
     def accuracy(self, rows: Rows) -> float:
         """The share of images that are recognized."""
         return float(sum(map(self.count_correct, self.batches(rows)))) / len(rows[0])
+
+
+def train(trainer: Trainer, learned: Rows, held_out: Rows, epochs: int) -> tuple[list[float], list[float]]:
+    """The loss of each step, and the held-out accuracy after each epoch."""
+    losses: list[jax.Array] = []
+    accuracies: list[float] = []
+    batches = trainer.shuffled(learned)
+    for epoch in range(1, epochs + 1):
+        progress = px.progress(batches, f"epoch {epoch:2}")
+        for batch in progress:
+            losses.append(trainer.train_step(batch))
+            progress.update(loss=losses[-1])
+        accuracies.append(trainer.accuracy(held_out))
+        console.print(f"          held-out accuracy {accuracies[-1]:.1%}")
+    return [float(loss) for loss in losses], accuracies
 
 
 # ---- what is claimed, checked --------------------------------------------------------------------
@@ -185,12 +196,6 @@ def summary(trainer: Trainer, steps: int, loss: float, accuracy: float) -> Table
     return table
 
 
-def progress_bar() -> Progress:
-    """A bar on a terminal; nothing in a file, where the lines of the epochs are enough."""
-    columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"), TimeElapsedColumn())
-    return Progress(*columns, console=console, disable=not console.is_terminal)
-
-
 # ---- the whole of it -----------------------------------------------------------------------------
 
 
@@ -224,24 +229,16 @@ def main() -> int:
 
     learned, held_out = load()
     trainer = Trainer(strategy)
-    steps_per_epoch = len(trainer.batches(learned))
-    losses: list[float] = []
-    accuracies: list[float] = []
-    with progress_bar() as bar:
-        for loss in bar.track(trainer.train(learned, options.epochs), total=options.epochs * steps_per_epoch):
-            losses.append(float(loss))
-            if len(losses) % steps_per_epoch == 0:
-                accuracies.append(trainer.accuracy(held_out))
-                mean = np.mean(losses[-steps_per_epoch:])
-                console.print(f"epoch {len(accuracies):2}: loss {mean:.4f}, held-out accuracy {accuracies[-1]:.1%}")
-
-    console.print(summary(trainer, len(losses), float(np.mean(losses[-steps_per_epoch:])), accuracies[-1]))
+    losses, accuracies = train(trainer, learned, held_out, options.epochs)
+    last_epoch = losses[-(len(losses) // options.epochs) :]
+    console.print(summary(trainer, len(losses), float(np.mean(last_epoch)), accuracies[-1]))
     plot(losses, accuracies, options.plot)
     console.print(f"curves: {options.plot}", soft_wrap=True)
 
     n, accuracy = strategy.num_replicas, accuracies[-1]
     alone = Trainer(px.Mirrored(strategy.devices[:1]))
-    first = [float(loss) for loss in islice(alone.train(learned, options.epochs), 20)]
+    batches = alone.shuffled(learned)
+    first = [float(alone.train_step(batch)) for batch in islice(chain(batches, batches), min(20, len(losses)))]
     difference = largest_relative_difference(first, losses[: len(first)])
     checks = [
         check(f"held-out accuracy is {accuracy:.1%}, wanted {options.wanted:.0%}", accuracy >= options.wanted),
