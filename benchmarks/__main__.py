@@ -1,10 +1,11 @@
-"""``python -m benchmarks [names...] [--json out.json] [--rounds 5] [--replicas 1 2 8] [--quick]``."""
+"""``python -m benchmarks [names...] [--json out.json] [--rounds 5] [--replicas 2 8] [--quick]``."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,12 @@ def main() -> None:
     unknown = set(options.names) - set(harness.WORKLOADS)
     if unknown:
         parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(harness.WORKLOADS)}")
-    effort = harness.Effort(1, 0.0) if options.quick else harness.Effort(max(5, options.rounds))
+    effort = harness.Effort(1, 0.0, 1) if options.quick else harness.Effort(max(5, options.rounds))
     results: list[dict[str, Any]] = []
     for workload, replicas in harness.groups(options.names or harness.WORKLOADS, options.replicas):
         print(f"{workload}, {replicas} replica{'s' * (replicas > 1)} ...", file=sys.stderr, flush=True)
         results += harness.run_group(workload, replicas, effort, options.quick)
-    settings = {"rounds": effort.rounds, "seconds": effort.seconds, "quick": options.quick}
+    settings = {**asdict(effort), "quick": options.quick}
     report = {"environment": harness.environment(), "settings": settings, "results": results}
     harness.show(report)
     if options.json:

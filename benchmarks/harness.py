@@ -15,8 +15,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import import_module, metadata
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ WORKLOADS = ("eager", "step", "dispatch", "tracing", "loop", "feeding", "importi
 """Modules of this package, each with REPLICAS, UNIT and cases(replicas, quick)."""
 
 _UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6}
-_MIN_STEPS = 3
+_ROOT = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,9 @@ class Effort:
     seconds: float = 0.4
     """Aimed at for each candidate in each round."""
 
+    steps: int = 3
+    """At least this many in each round."""
+
 
 # ---- timing --------------------------------------------------------------------------------------
 
@@ -67,7 +71,7 @@ def measure(candidates: Sequence[Candidate], effort: Effort) -> list[dict[str, A
     """Check the candidates, time them in turn, and give one row of figures (in seconds) for each."""
     checks = [None if c.check is None else np.asarray(c.check(), np.float64) for c in candidates]
     require_equal([c.name for c in candidates], checks)
-    steps = [_steps_for(candidate, effort.seconds) for candidate in candidates]
+    steps = [_steps_for(candidate, effort) for candidate in candidates]
     rounds: list[list[float]] = [[] for _ in candidates]
     for _ in range(effort.rounds):
         for i, candidate in enumerate(candidates):
@@ -110,9 +114,9 @@ def _round(candidate: Candidate, steps: int) -> float:
     return statistics.median(times)
 
 
-def _steps_for(candidate: Candidate, seconds: float) -> int:
-    once = _round(candidate, _MIN_STEPS)
-    return max(_MIN_STEPS, min(10_000, int(seconds / once)))
+def _steps_for(candidate: Candidate, effort: Effort) -> int:
+    once = _round(candidate, effort.steps)
+    return max(effort.steps, min(10_000, int(effort.seconds / once)))
 
 
 # ---- child processes -----------------------------------------------------------------------------
@@ -122,15 +126,15 @@ def groups(workloads: Sequence[str], replicas: Sequence[int] | None) -> Iterator
     """What runs in a process of its own: the number of virtual devices is settled when JAX starts."""
     for name in workloads:
         for n in _module(name).REPLICAS:
-            if replicas is None or n in replicas:
+            if not replicas or n in replicas:
                 yield name, n
 
 
 def run_group(workload: str, replicas: int, effort: Effort, quick: bool) -> list[dict[str, Any]]:
     """The results of one workload with one number of replicas."""
     command = [sys.executable, "-m", "benchmarks.harness", workload, str(replicas)]
-    command += [str(effort.rounds), str(effort.seconds), str(int(quick))]
-    child = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    command += [json.dumps(asdict(effort)), json.dumps(quick)]
+    child = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=_ROOT)
     if child.returncode:
         raise SystemExit(f"benchmarks: {workload} with {replicas} replicas ended with code {child.returncode}.")
     return list(json.loads(child.stdout))
@@ -184,21 +188,27 @@ def _processor() -> str:
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print the report as a table."""
+    """Print the report as a table (which is Markdown, too)."""
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
     env = report["environment"]
-    title = f"{env['date']}, {env['machine']}, {env['cores']} cores, Python {env['python']}, JAX {env['jax']}"
-    table = Table("workload", "case", "replicas", "candidate", title=title)
+    table = Table("workload", "case", "replicas", "candidate", box=box.MARKDOWN)
     for header in ("median", "min .. max", "Phalanx takes"):
         table.add_column(header, justify="right")
     for result in report["results"]:
         for i, row in enumerate(result["candidates"]):
             labels = (result["workload"], result["case"], str(result["replicas"])) if i == 0 else ("", "", "")
-            last = i == len(result["candidates"]) - 1
-            table.add_row(*labels, *_figures(row, result["unit"], first=i == 0), end_section=last)
-    Console(width=None if sys.stdout.isatty() else 140).print(table)
+            table.add_row(*labels, *_figures(row, result["unit"], first=i == 0))
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    console.print(
+        f"{env['date']}, {env['machine']}, {env['cores']} cores, load {env['load']:.1f}, Python {env['python']},"
+        f" JAX {env['jax']}, Phalanx {env['phalanx']}",
+        table,
+        highlight=False,
+        sep="\n",
+    )
 
 
 def _figures(row: dict[str, Any], unit: str, *, first: bool) -> tuple[str, str, str, str]:
@@ -207,5 +217,5 @@ def _figures(row: dict[str, Any], unit: str, *, first: bool) -> tuple[str, str, 
 
 
 if __name__ == "__main__":
-    name, n, rounds, seconds, quick = sys.argv[1:]
-    json.dump(_child(name, int(n), Effort(int(rounds), float(seconds)), quick == "1"), sys.stdout)
+    workload, n, effort, quick = sys.argv[1:]
+    json.dump(_child(workload, int(n), Effort(**json.loads(effort)), json.loads(quick)), sys.stdout)

@@ -31,9 +31,9 @@ _CHECKED_STEPS = 4
 
 
 def cases(replicas: int, quick: bool) -> Iterator[Case]:
-    depth = 6 if quick else 100
+    width, depth = (32, 9) if quick else (256, 100)
     for name, sizes, rows in (
-        ("MLP 3 x 256, batch 256", [256] * 4, 256),
+        (f"MLP 3 x {width}, batch 256", [width] * 4, 256),
         (f"{depth} x Dense(32), batch 64", [32] * (depth + 1), 64),
     ):
         for optimizer, tx in (("SGD", optax.sgd(1e-3)), ("Adam", optax.adam(1e-3))):

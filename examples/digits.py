@@ -8,7 +8,7 @@ A small convolutional network learns scikit-learn's 1,797 images of 8 x 8 pixels
 what it claims: the accuracy on images it has not seen, that the replicas are still equal to the last
 bit, and that one replica alone computes the same losses as all of them together.
 
-Needs: pip install "phalanx[examples]"
+Needs: pip install '.[examples]' from a checkout (`make demo` does it).
 """
 
 from __future__ import annotations

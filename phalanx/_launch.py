@@ -65,7 +65,9 @@ class Compiled:
 
     def fits(self, other: Traced, donate: bool) -> bool:
         """True when this program computes the same as another trace's; Python functions are not compared."""
-        return not self.calls_back and _signature(other, donate) == self.signature and self._program.text == other.program.text
+        if self.calls_back or _signature(other, donate) != self.signature:
+            return False
+        return self._program.text == other.program.text
 
 
 class Launch:

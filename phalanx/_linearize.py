@@ -24,16 +24,15 @@ Mask = tuple[bool, ...]
 
 
 class Linearized:
-    """Outputs of an operation and the way back.
+    """The way back through an operation; it keeps what it needs of the arguments and outputs, and no more.
 
     `connected` are the positions of the outputs that gradients can come from; `pull` takes one cotangent
     for each of them and gives one for each watched input, None standing for a zero in both.
     """
 
-    __slots__ = ("_pull", "connected", "outs")
+    __slots__ = ("_pull", "connected")
 
-    def __init__(self, outs: list[Any], connected: list[int], pull: Callable[[list[Any]], Any] | str) -> None:
-        self.outs = outs
+    def __init__(self, connected: list[int], pull: Callable[[list[Any]], Any] | str) -> None:
         self.connected = connected
         self._pull = pull
 
@@ -44,22 +43,22 @@ class Linearized:
         return _pulled(self._pull, cotangents)
 
 
-def linearize(operation: _jax.Operation, args: list[Any], mask: Mask) -> Linearized:
-    """Run the operation on `args`, keeping the derivative with respect to those that `mask` marks."""
+def linearize(operation: _jax.Operation, args: list[Any], mask: Mask) -> tuple[list[Any], Linearized]:
+    """Outputs of the operation, and the way back from them to those of `args` that `mask` marks."""
     key = operation.key()
     try:
         with _rules():
             if key is None:
                 outs, pull = _vjp(operation, args, mask)
-                return Linearized(outs, pull.connected, pull)
+                return outs, Linearized(pull.connected, pull)
             outs, residuals = _forwards.get(key, mask)(*args)
-            return Linearized(outs, residuals.connected, residuals.pull(args, outs))
+            return outs, Linearized(residuals.connected, residuals.pull(args, outs))
     except TapeError:
         raise
     except Exception as error:  # there is no derivative: that matters only if a gradient comes this way
         reason = str(error)
     outs = operation(*args)
-    return Linearized(outs, _inexact_positions(outs), reason)
+    return outs, Linearized(_inexact_positions(outs), reason)
 
 
 def pull_again(operation: _jax.Operation, args: list[Any], mask: Mask, cotangents: list[Any]) -> list[Any]:

@@ -41,6 +41,9 @@ class Optimizer:
         array([0.8, 1.6], dtype=float32)
     """
 
+    # Slots, so that `optimizer.learning_rate = x` is an error and not a setting that nothing reads.
+    __slots__ = ("__weakref__", "_owners", "_state", "_structure", "_tx", "_update_now", "_updated", "_warned")
+
     def __init__(self, tx: optax.GradientTransformation) -> None:
         if not (hasattr(tx, "init") and hasattr(tx, "update")):
             raise ArgumentTypeError(

@@ -237,17 +237,17 @@ class GradientTape(OpenTape):
     def observe(self, operation: _jax.Operation, args: list[Any]) -> list[Any]:
         sources = [self._known.get(x) for x in args]
         mask = tuple(number is not None for number in sources)
-        result = linearize(operation, args, mask)
-        outs = list(result.outs)
+        outs, linearized = linearize(operation, args, mask)
+        outs = list(outs)
         numbers = []
-        for position in result.connected:
+        for position in linearized.connected:
             out = outs[position]
             if out in self._known or any(out is x for x in args):
                 outs[position] = out = _jax.alias(out)
             numbers.append(self._number(out))
         if numbers:
             again = (operation, args, mask) if self._persistent else None
-            self._records.append(_Record(result, [n for n in sources if n is not None], numbers, again))
+            self._records.append(_Record(linearized, [n for n in sources if n is not None], numbers, again))
         return outs
 
     def _number(self, value: Any) -> int:

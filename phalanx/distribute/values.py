@@ -100,6 +100,14 @@ class PerReplica:
     __matmul__ = __rmatmul__ = __pow__ = __neg__ = __float__ = __int__ = __bool__ = __array__ = __jax_array__ = _refuse
     __getitem__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
 
+    def __format__(self, spec: str) -> str:
+        return self._refuse() if spec else repr(self)
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_") and hasattr(jax.Array, name):
+            self._refuse()
+        raise AttributeError(f"'PerReplica' object has no attribute {name!r}")
+
     def tree_flatten(self) -> tuple[tuple[Any], Any]:
         """For JAX: one leaf, the stacked array."""
         return (self.stacked,), self.strategy
