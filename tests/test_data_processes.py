@@ -146,7 +146,7 @@ def test_other_kinds_of_rows_are_refused_on_all(told):
 
 def test_a_batch_of_all_processes_must_divide_by_the_replicas(told):
     message = refused(told, "batch_that_does_not_divide")
-    assert "the batch of all processes has 3 rows, which does not divide by 2 replicas" in message
+    assert "the batch of all processes has 3 rows, which does not divide by 2." in message
 
 
 def test_the_function_of_each_process_is_told_which_it_is(told):

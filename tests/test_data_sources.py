@@ -229,7 +229,7 @@ def test_element_spec_of_an_iterable_reads_its_first_element_only():
 # ---- what is no source ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("source", [3, "rows.csv", object()], ids=repr)
+@pytest.mark.parametrize("source", [3, "rows.csv", object()], ids=["number", "text", "object"])
 def test_what_is_no_source_is_refused(source):
     with pytest.raises(ArgumentTypeError, match="distribute_dataset takes arrays, pytrees of arrays, an iterable"):
         replicas(1).distribute_dataset(source, 2)

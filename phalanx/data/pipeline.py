@@ -13,7 +13,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -50,6 +49,7 @@ class _Channel(Generic[T]):
         self._asked = 0
         """The item that the consumer waits for; it is made even if the consumer has kept all others."""
         self.stopped = False
+        self._left = False
         self.thread: threading.Thread | None = None
 
     # ---- the producing thread ----
@@ -116,11 +116,14 @@ class _Channel(Generic[T]):
                 self._items.get_nowait()
 
     def leave(self) -> None:
-        """`stop`, and give the thread a moment to end."""
+        """`stop`, and give the thread a moment to end; once, and not when the interpreter takes modules apart."""
+        if self._left:
+            return
+        self._left = True
         self.stop()
         _open.discard(self)
         thread = self.thread
-        if thread is not None and thread is not threading.current_thread() and not sys.is_finalizing():
+        if thread is not None and thread.is_alive() and thread is not threading.current_thread():
             thread.join(_LEAVE_SECONDS)
 
 
