@@ -81,6 +81,9 @@ SOURCES = {
     "generator": lambda **o: replicas(2).distribute_dataset(numbers(4), **o),
     "stacked": lambda **o: replicas(2).distribute_dataset(lambda: iter(ROWS), 4, **o),
     "uneven": lambda **o: replicas(2).distribute_dataset(ROWS[:15], 4, remainder="pad", **o),
+    "uneven batches": lambda **o: replicas(2).distribute_dataset(
+        [*ROWS[:12].reshape(3, 4), ROWS[12:13]], remainder="pad", **o
+    ),
     "dropping": lambda **o: replicas(2).distribute_dataset(ROWS[:15], 4, remainder="drop", **o),
     "function": lambda **o: replicas(2).distribute_datasets_from_function(lambda _: list(ROWS.reshape(8, 2)), **o),
 }

@@ -11,6 +11,7 @@ import textwrap
 import threading
 import time
 import traceback
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -131,7 +132,39 @@ def test_prefetch_and_one_elements_are_on_the_devices_and_no_more(prefetch, monk
     assert on_devices() == 0
 
 
-def test_without_prefetch_one_element_is_on_the_devices_beside_the_one_being_made():
+def test_elements_that_are_kept_for_a_while_count_too(monkeypatch):
+    """One is made only while fewer than three are alive, wherever they are: prefetch is 2."""
+    strategy, made, alive = replicas(2), [], []
+    split = strategy.split_rows
+
+    def noting(rows, **options):
+        element = split(rows, **options)
+        made.append(weakref.ref(element.stacked))
+        return element
+
+    def source():
+        for _ in range(40):
+            alive.append(sum(array() is not None for array in made))
+            yield np.ones(4)
+
+    monkeypatch.setattr(strategy, "split_rows", noting)
+    kept = []
+    for x in strategy.distribute_dataset(source, prefetch=2):
+        kept = [x, *kept[:1]]
+    assert max(alive) == 2
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_nothing_but_the_loops_variable_holds_an_element(prefetch):
+    iterator = iter(replicas(2).distribute_dataset(lambda: iter([np.ones(MARK)]), prefetch=prefetch))
+    element = next(iterator)
+    assert on_devices() == 1
+    del element
+    assert on_devices() == 0
+    assert list(iterator) == []
+
+
+def test_without_prefetch_there_is_one_element_beside_the_one_being_made():
     alive = []
 
     def source():

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from feeding import numbers, replicas, rows_of, whole
+from feeding import aligned, numbers, replicas, rows_of, whole
 
 import phalanx as px
 from phalanx.errors import ArgumentError, ArgumentTypeError
@@ -64,10 +64,12 @@ def test_elements_have_the_structure_of_the_arrays(source):
 
 
 def test_an_element_is_a_snapshot_of_the_array():
-    x = np.arange(8, dtype=np.float32)
-    first, second = replicas(1).distribute_dataset(x, 4)
-    x[:] = -1
-    assert rows_of([first, second]) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    x = aligned(8, 1024)
+    for strategy in (replicas(1), replicas(2)):
+        x[:] = np.arange(8)[:, None]
+        elements = list(strategy.distribute_dataset(x, 4))
+        x[:] = -1
+        assert [whole(element)[:, 0].tolist() for element in elements] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 def test_a_memory_map_is_read_batch_by_batch(tmp_path):
@@ -187,7 +189,7 @@ def test_an_endless_source_is_read_on_and_on_by_one_iterator():
 
 
 def test_a_source_that_fills_one_buffer_again_and_again_is_fed_right():
-    buffer = np.zeros((2, 4096), np.float32)
+    buffer = aligned(2, 4096)
 
     def source():
         for i in range(6):

@@ -178,18 +178,17 @@ class DistributedDataset:
     def _iterate(self, start: dict[str, Any], table: Any) -> Iterator[Any]:
         x64 = bool(jax.config.jax_enable_x64)
 
-        def to_devices(host: Positioned) -> tuple[Positioned, list[Any]]:
+        def to_devices(host: Positioned) -> tuple[list[Any], list[Any]]:
             with jax.enable_x64(x64):  # a setting of the thread that iterates
                 element = jax.tree.map(self._to_devices, host[0])
-            return (element, host[1]), jax.tree.leaves(element)
+            return [element, host[1]], jax.tree.leaves(element)
 
         def batches(stopped: Callable[[], bool]) -> Iterator[Positioned]:
             return self._batches(start, table, stopped)
 
-        for element, position in ahead(batches, to_devices, self._prefetch):
-            self._position = position
-            yield element
-            del element
+        for box in ahead(batches, to_devices, self._prefetch):
+            self._position = box.pop()
+            yield box.pop()  # so that nothing but the loop's variable holds the element
         self._position = self._start_of(start["epoch"] + 1)
 
     def _start_of(self, epoch: int) -> dict[str, Any]:

@@ -84,8 +84,8 @@ class _Channel(Generic[T]):
 
     # ---- the consumer ----
 
-    def take(self) -> tuple[T | None, bool]:
-        """The next item, or that there is none."""
+    def take(self) -> list[T]:
+        """The next item, in a list from which it can be taken without leaving a reference; or an empty list."""
         self._asked = self._taken + 1
         self._news.put(None)
         while True:
@@ -101,7 +101,7 @@ class _Channel(Generic[T]):
                 del value
         self._taken += 1
         self._news.put(None)
-        return value, outcome == "item"
+        return [value] if outcome == "item" else []
 
     def stop(self) -> None:
         """Let go of everything; the thread ends as soon as its source lets it."""
@@ -161,12 +161,8 @@ def ahead(
     _open.add(channel)
     try:
         channel.thread.start()
-        while True:
-            taken, more = channel.take()
-            if not more:
-                return
-            yield taken  # type: ignore[misc]
-            del taken  # while the next one is waited for only the consumer may hold it
+        while box := channel.take():
+            yield box.pop()
     finally:
         channel.leave()
 

@@ -544,10 +544,9 @@ class Strategy:
             mine = stacked[i : i + 1]
             return mine.copy() if self.platform == "cpu" else mine  # a CPU device would go on using this memory
 
-        with state.lifted_out():
-            shape = (self.num_replicas, *stacked.shape[1:])
-            split = jax.make_array_from_callback(shape, _jax.split(self.mesh), part)
-            return PerReplica(split.block_until_ready(), self)
+        shape = (self.num_replicas, *stacked.shape[1:])
+        split = jax.make_array_from_callback(shape, _jax.split(self.mesh), part)
+        return PerReplica(split.block_until_ready(), self)
 
 
 def _is_distributed(value: Any) -> bool:
