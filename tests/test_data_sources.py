@@ -196,9 +196,14 @@ def test_a_source_that_fills_one_buffer_again_and_again_is_fed_right():
             buffer[:] = i
             yield buffer
 
+    strategy = replicas(2)
     for prefetch in (0, 3):
-        elements = list(replicas(2).distribute_dataset(source, prefetch=prefetch))
+        elements = list(strategy.distribute_dataset(source, prefetch=prefetch))
         assert [float(element.values[1].max()) for element in elements] == list(range(6))
+    stacked = list(strategy.distribute_dataset(source, 2))
+    assert [whole(element)[:, 0, 0].tolist() for element in stacked] == [[0, 1], [2, 3], [4, 5]]
+    side_by_side = list(strategy.distribute_datasets_from_function(lambda _: source()))
+    assert [whole(element)[:, 0].tolist() for element in side_by_side] == [[0, 0, 1, 1], [2, 2, 3, 3], [4, 4, 5, 5]]
 
 
 # ---- element_spec --------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import numpy as np
 from phalanx.data.agreement import Group
 from phalanx.data.elements import Batcher, Remainder, check_remainder, dropped, uneven
 from phalanx.data.pipeline import ahead
-from phalanx.data.sources import GroupedSource, RowSource, Source, as_source
+from phalanx.data.sources import CombinedSource, RowSource, Source, as_source
 from phalanx.errors import ArgumentError, ArgumentTypeError, StrategyError, UnevenBatchError
 from phalanx.function import is_strict
 
@@ -74,7 +74,7 @@ class DistributedDataset:
         seed = _seed(seed, self._group.leads) if shuffle else None
         self._source: Source = as_source(source, self._rows, (seed or 0) if shuffle else None)
         if per_replica:
-            self._source = GroupedSource(self._source, len(strategy.local_devices))
+            self._source = CombinedSource(self._source, len(strategy.local_devices), stack=False)
         self._source.seed, self._length = self._agree(shuffle, seed)
         self._epoch = 0
         self._resume: dict[str, Any] | None = None

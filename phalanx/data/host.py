@@ -103,6 +103,10 @@ class Arrays:
         arrays = [host_array(leaf, f"{path} of {what}") for path, leaf in zip(paths, leaves)]
         return cls(paths, arrays, structure)
 
+    def copied(self) -> Arrays:
+        """The same values in memory of their own."""
+        return Arrays(self.paths, [leaf.copy() for leaf in self.leaves], self.structure)
+
     def tree(self, of_leaf: Callable[[Array], Any] = lambda leaf: leaf) -> Any:
         """Put together again, each array replaced by ``of_leaf(array)``."""
         return jax.tree.unflatten(self.structure, [of_leaf(leaf) for leaf in self.leaves])

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -34,16 +33,16 @@ class _Channel(Generic[T]):
     """What the two threads share: items from one to the other, and how many there may be.
 
     There is no lock in it that Ctrl-C, or the death of an array in the middle of anything, could find held:
-    both queues are C code that may be entered again, and each counter is written by one thread.
+    both queues are C code that may be entered again, and everything else is written by one thread.
     """
 
     def __init__(self, ahead: int) -> None:
         self._ahead = ahead
         self._items: SimpleQueue[tuple[Outcome, Any]] = SimpleQueue()
-        self._news: SimpleQueue[None] = SimpleQueue()
+        self._news: SimpleQueue[Any] = SimpleQueue()
         """Something changed that the producer may be waiting for."""
-        self._living: dict[int, list[weakref.ref[Any]]] = {}
-        """Items whose arrays have not all died yet."""
+        self._living: list[list[weakref.ref[Any]]] = []
+        """The arrays of each item, of which some are alive."""
         self._made = 0
         self._taken = 0
         self._asked = 0
@@ -57,6 +56,7 @@ class _Channel(Generic[T]):
     def wait_for_room(self) -> bool:
         """Wait until the next item may be made; False when none will be needed."""
         while not self.stopped:
+            self._living = [arrays for arrays in self._living if any(array() is not None for array in arrays)]
             fits = self._made - self._taken < self._ahead and len(self._living) <= self._ahead
             if fits or self._asked > self._made:
                 return True
@@ -65,22 +65,15 @@ class _Channel(Generic[T]):
 
     def put(self, item: T, arrays: list[Any]) -> None:
         """Hand over an item, whose `arrays` take room until they die."""
-        number = self._made + 1
-        died = functools.partial(self._died, number)
-        self._living[number] = [weakref.ref(array, died) for array in arrays]
-        self._made = number
+        self._living.append([weakref.ref(array, self._news.put) for array in arrays])
+        self._made += 1
         self._items.put(("item", item))
-
-    def _died(self, number: int, _: weakref.ref[Any]) -> None:
-        if all(array() is None for array in self._living.get(number, ())):
-            self._living.pop(number, None)
-            self._news.put(None)
 
     def finish(self, error: BaseException | None = None) -> None:
         """No item will follow; the consumer raises the error, if there is one."""
         self._items.put(("end", None) if error is None else ("error", error))
         if self.stopped:
-            self._let_go()
+            self._drop_items()
 
     # ---- the consumer ----
 
@@ -107,10 +100,9 @@ class _Channel(Generic[T]):
         """Let go of everything; the thread ends as soon as its source lets it."""
         self.stopped = True
         self._news.put(None)
-        self._let_go()
+        self._drop_items()
 
-    def _let_go(self) -> None:
-        self._living.clear()
+    def _drop_items(self) -> None:
         with contextlib.suppress(Empty):
             while True:
                 self._items.get_nowait()

@@ -122,49 +122,38 @@ class CheckpointedSource(Source):
             yield item, iterator.get_state()
 
 
-class StackedSource(Source):
-    """Rows one by one, stacked into batches."""
+class CombinedSource(Source):
+    """Every so many parts of another source as one element: rows stacked, or replicas' batches side by side."""
 
-    def __init__(self, rows: Source, batch_size: int) -> None:
-        self._rows = rows
-        self._batch_size = batch_size
-        self.reiterable = rows.reiterable
-        self.rows = rows.length
-        self.length = None if rows.length is None else -(-rows.length // batch_size)
-
-    def elements(self, epoch: int, start: int, state: Any) -> Iterator[Positioned]:
-        number = start * self._batch_size
-        rows = self._rows.elements(epoch, number if state is None else 0, state)
-        layout = Layout(0, "shapes and dtypes of single rows")
-        while batch := list(islice(rows, self._batch_size)):
-            yield _combined([row for row, _ in batch], np.stack, layout, "row", number), batch[-1][1]
-            number += len(batch)
-
-
-class GroupedSource(Source):
-    """Batches of single replicas, side by side: one step takes one for each replica of this process."""
-
-    def __init__(self, batches: Source, group: int) -> None:
-        self._batches = batches
-        self._group = group
-        self.reiterable = batches.reiterable
-        self.length = None if batches.length is None else -(-batches.length // group)
+    def __init__(self, parts: Source, count: int, *, stack: bool) -> None:
+        self._parts = parts
+        self._count = count
+        self._stack = stack
+        self.reiterable = parts.reiterable
+        self.rows = parts.length if stack else None
+        self.length = None if parts.length is None else -(-parts.length // count)
 
     def elements(self, epoch: int, start: int, state: Any) -> Iterator[Positioned]:
-        number = start * self._group
-        batches = self._batches.elements(epoch, number if state is None else 0, state)
-        layout = Layout(1, "shapes and dtypes of rows")
-        while group := list(islice(batches, self._group)):
-            yield _combined([batch for batch, _ in group], np.concatenate, layout, "batch", number), group[-1][1]
-            number += len(group)
+        first = start * self._count
+        parts = enumerate(self._parts.elements(epoch, first if state is None else 0, state), first)
+        kind, axes = ("row", 0) if self._stack else ("batch", 1)
+        layout = Layout(axes, f"shapes and dtypes of {'single ' if self._stack else ''}rows")
+        while True:
+            taken: list[Arrays] = []
+            after: Any = None
+            for number, (part, state_after) in islice(parts, self._count):
+                after = state_after
+                arrays = Arrays.of(part, f"{kind} {number}")
+                layout.check(arrays, f"{kind} {number}")
+                taken.append(arrays.copied())  # the source may use its memory for the next one
+            if not taken:
+                return
+            yield self._combined(taken), after
 
-
-def _combined(parts: list[Any], combine: Callable[[list[Any]], Any], layout: Layout, kind: str, number: int) -> Any:
-    taken_apart = [Arrays.of(part, f"{kind} {number + i}") for i, part in enumerate(parts)]
-    for i, arrays in enumerate(taken_apart):
-        layout.check(arrays, f"{kind} {number + i}")
-    columns = zip(*[arrays.leaves for arrays in taken_apart])
-    return jax.tree.unflatten(taken_apart[0].structure, [combine(list(column)) for column in columns])
+    def _combined(self, parts: list[Arrays]) -> Element:
+        columns = zip(*[arrays.leaves for arrays in parts])
+        combine = np.stack if self._stack else np.concatenate
+        return jax.tree.unflatten(parts[0].structure, [combine(list(column)) for column in columns])
 
 
 # ---- what users give -----------------------------------------------------------------------------
@@ -189,11 +178,13 @@ def as_source(given: Any, batch_size: int | None, seed: int | None) -> Source:
             " datasets). Shuffle in the source instead: a DataLoader, grain and tf.data can."
         )
     source = _library_source(given) or _iterable_source(given)
-    return source if batch_size is None else StackedSource(source, batch_size)
+    return source if batch_size is None else CombinedSource(source, batch_size, stack=True)
 
 
 def _arrays(given: Any) -> tuple[int, Callable[[Any], Any]] | None:
     """The number of rows of a pytree of arrays, and how to read some of them; None for anything else."""
+    if isinstance(given, list) and given and not all(map(is_array, jax.tree.leaves(given[0]))):
+        return None  # rows, perhaps very many of them
     paths, arrays, structure = flatten(given, "source")
     if not arrays and not isinstance(given, list):
         raise ArgumentError(f"distribute_dataset: there is no array in the source {given!r:.60}.")
