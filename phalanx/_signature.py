@@ -19,6 +19,7 @@ import jax
 import numpy as np
 
 from phalanx import _jax
+from phalanx._checks import is_numeric, take_apart
 from phalanx.errors import ArgumentError, ArgumentTypeError
 from phalanx.variables import Component, Variable
 
@@ -29,7 +30,9 @@ def is_input(leaf: Any) -> bool:
     """True for what becomes an input of the program."""
     if isinstance(leaf, bool):
         return False
-    return isinstance(leaf, (jax.Array, np.ndarray, np.generic, *NUMBERS))
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        return is_numeric(leaf.dtype)
+    return isinstance(leaf, (jax.Array, *NUMBERS))
 
 
 class Identity:
@@ -92,6 +95,11 @@ def static_key(value: Any, label: str) -> Hashable:
         return function_key(value)
     if isinstance(value, (Variable, Component)) or _hashes_by_identity(value):
         return Identity(value)
+    if isinstance(value, (np.ndarray, np.generic)) and not is_numeric(value.dtype):
+        raise ArgumentTypeError(
+            f"{label} is not numeric: it has dtype {value.dtype}. Look up strings and objects on the host,"
+            " before the traced function."
+        )
     try:
         hash(value)
     except TypeError:
@@ -231,7 +239,12 @@ class Signature:
                 Static(a) if i < len(names) and names[i] in self._static else a for i, a in enumerate(args)
             )
             kwargs = {k: Static(v) if k in self._static else v for k, v in kwargs.items()}
-        leaves, structure = jax.tree.flatten((args, kwargs))
+        try:
+            leaves, structure = jax.tree.flatten((args, kwargs))
+        except (TypeError, ValueError):
+            for label, value in (*zip(self._names, args), *kwargs.items()):
+                take_apart(value, f"{self.name}: argument {label!r}")
+            raise
         keys: list[Hashable] = []
         inputs: list[Any] = []
         for i, leaf in enumerate(leaves):
@@ -251,10 +264,7 @@ class Signature:
             aval = _jax.type_of(leaf)
         except (TypeError, OverflowError) as error:
             reason = str(error).partition("\n")[0]
-            raise ArgumentTypeError(
-                f"{self.name}: {self.label(structure, index)} is not numeric: {reason} Look up strings and objects"
-                " on the host, before the traced function."
-            ) from None
+            raise ArgumentTypeError(f"{self.name}: {self.label(structure, index)} cannot be traced: {reason}") from None
         return aval.update(weak_type=False) if self._strong and getattr(aval, "weak_type", False) else aval
 
     def label(self, structure: Any, index: int) -> str:

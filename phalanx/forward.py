@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from phalanx import _jax
+from phalanx._checks import take_apart
 from phalanx._identities import Identities
 from phalanx._linearize import push_forward
 from phalanx.errors import ArgumentError, ArgumentTypeError, TapeError
@@ -40,7 +41,7 @@ class ForwardAccumulator(OpenTape):
     """
 
     def __init__(self, primals: Any, tangents: Any) -> None:
-        leaves, structure = jax.tree.flatten(primals, is_leaf=_is_variable)
+        leaves, structure = take_apart(primals, "ForwardAccumulator: primals", _is_variable)
         if not leaves:
             raise ArgumentError("ForwardAccumulator: primals is empty; give the arrays to differentiate by.")
         try:
@@ -83,7 +84,8 @@ class ForwardAccumulator(OpenTape):
         """
         check_unconnected(unconnected_gradients)
 
-        return jax.tree.map(lambda value: self._derivative(value, unconnected_gradients), target, is_leaf=_is_variable)
+        leaves, structure = take_apart(target, "jvp: target", _is_variable)
+        return jax.tree.unflatten(structure, [self._derivative(value, unconnected_gradients) for value in leaves])
 
     def _derivative(self, value: Any, unconnected_gradients: str) -> Any:
         if not isinstance(value, (jax.Array, Variable)):

@@ -15,12 +15,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 
 from phalanx import _jax, state
+from phalanx._checks import as_array, check_choice, check_flag, take_apart
 from phalanx._identities import Identities
 from phalanx._linearize import Linearized, linearize, pull_again
 from phalanx.errors import ArgumentError, ArgumentTypeError, TapeError
@@ -139,8 +140,7 @@ class GradientTape(OpenTape):
     def __init__(self, persistent: bool = False, watch_accessed_variables: bool = True) -> None:
         super().__init__()
         for value, label in ((persistent, "persistent"), (watch_accessed_variables, "watch_accessed_variables")):
-            if not isinstance(value, bool):
-                raise ArgumentTypeError(f"GradientTape: {label} must be True or False, got {value!r}.")
+            check_flag(value, f"GradientTape: {label}")
         self._persistent = persistent
         self._watch_variables = watch_accessed_variables
         self._used = False
@@ -179,7 +179,7 @@ class GradientTape(OpenTape):
         """
         if not self.active:
             raise TapeError("watch was called on a tape that is not recording; call it inside the `with` block.")
-        for leaf in jax.tree.leaves(value, is_leaf=_is_source):
+        for leaf in take_apart(value, "watch", _is_source)[0]:
             if isinstance(leaf, Variable):
                 self._variables.setdefault(leaf, [])
                 state.renew_bodies()
@@ -357,7 +357,7 @@ class GradientTape(OpenTape):
         (array,) = self._single(target, "jacobian")
         leaves, structure = _sources(sources)
         with self._differentiating():
-            basis = jnp.eye(array.size, dtype=array.dtype).reshape(array.size, *array.shape)
+            basis = _unit_vectors(array.size, array).reshape(array.size, *array.shape)
             rows = self._batched_backward(array, basis, leaves)
             full = [None if r is None else r.reshape(*array.shape, *_shape(s)) for r, s in zip(rows, leaves)]
             grads = [_finish(g, s, unconnected_gradients, array.shape) for g, s in zip(full, leaves)]
@@ -388,7 +388,7 @@ class GradientTape(OpenTape):
             )
         with self._differentiating():
             row = array.size // array.shape[0] if array.shape[0] else 1
-            basis = jnp.eye(row, dtype=array.dtype).reshape(row, 1, *array.shape[1:])
+            basis = _unit_vectors(row, array).reshape(row, 1, *array.shape[1:])
             basis = jnp.broadcast_to(basis, (row, *array.shape))
             (rows,) = self._batched_backward(array, basis, leaves)
             if rows is not None:
@@ -397,7 +397,7 @@ class GradientTape(OpenTape):
             return rows if rows is not None or unconnected_gradients == "none" else jnp.zeros(full, array.dtype)
 
     def _targets(self, target: Any) -> list[Any]:
-        return [self._target(leaf) for leaf in jax.tree.leaves(target, is_leaf=_is_source)]
+        return [self._target(leaf) for leaf in take_apart(target, "the target of a gradient", _is_source)[0]]
 
     def _target(self, leaf: Any) -> Any:
         if _jax.is_leaked(leaf):
@@ -528,7 +528,7 @@ def _is_source(value: Any) -> bool:
 
 
 def _sources(sources: Any) -> tuple[list[Any], Any]:
-    leaves, structure = jax.tree.flatten(sources, is_leaf=_is_source)
+    leaves, structure = take_apart(sources, "the sources of a gradient", _is_source)
     for leaf in leaves:
         if not isinstance(leaf, (jax.Array, Variable, Component)):
             raise ArgumentTypeError(
@@ -548,11 +548,15 @@ def _seeds(targets: list[Any], target: Any, output_gradients: Any) -> list[Any]:
         raise ArgumentError(f"output_gradients must have the structure of the target, {structure}.") from error
     seeds: list[Any] = []
     for t, g in zip(targets, given):
-        seed = jnp.ones(t.shape, t.dtype) if g is None else jnp.asarray(g.value if _is_source(g) else g)
+        seed = jnp.ones(t.shape, t.dtype) if g is None else as_array(g, "output_gradients")
         if seed.shape != t.shape:
             raise ArgumentError(f"output_gradients: got shape {seed.shape} for a target of shape {t.shape}.")
         seeds.append(seed.astype(t.dtype) if _differentiable(t) else None)
     return seeds
+
+
+def _unit_vectors(n: int, target: Any) -> Any:
+    return jnp.eye(n, dtype=target.dtype if _differentiable(target) else None)
 
 
 def _shape(source: Any) -> tuple[int, ...]:
@@ -561,8 +565,7 @@ def _shape(source: Any) -> tuple[int, ...]:
 
 def check_unconnected(option: Any) -> None:
     """Raise unless it is one of the two ways to answer for what has no gradient."""
-    if option not in ("none", "zero"):
-        raise ArgumentError(f"unconnected_gradients must be 'none' or 'zero', got {option!r}.")
+    check_choice(option, "unconnected_gradients", get_args(Unconnected))
 
 
 def _finish(grad: Any, source: Any, unconnected: Unconnected, prefix: Sequence[int] = ()) -> Any:

@@ -173,7 +173,7 @@ def test_a_variable_can_be_an_argument(strategy, call):
         (lambda s: s.run(lambda x: x, args=jnp.ones(2)), "args must be a tuple"),
         (lambda s: s.run(lambda x: x, args="ab"), "args must be a tuple, got str"),
         (lambda s: s.run(lambda x: x, kwargs=[1]), "kwargs must be a dict, got list"),
-        (lambda s: s.run(lambda x: x, kwargs={1: 2}), r"keys must be names of parameters, got \[1\]"),
+        (lambda s: s.run(lambda x: x, kwargs={1: 2}), r"keys of kwargs must be names of parameters, got \[1\]"),
         (lambda s: s.run(lambda x: x), r"the function is <lambda>\(x\).*missing a required argument: 'x'"),
         (lambda s: s.run(lambda x: x, args=(1, 2)), "too many positional arguments"),
         (lambda s: s.run(lambda x: x, args=(1,), kwargs={"y": 2}), "unexpected keyword argument 'y'"),
@@ -606,10 +606,11 @@ def test_a_variable_made_outside_the_scope_is_adopted_when_a_replica_uses_it(str
     assert {d for d in read.value.devices()} == set(strategy.devices)
 
 
-def test_a_per_replica_variable_made_outside_starts_equal_on_all_replicas(strategy):
+def test_a_per_replica_variable_made_outside_keeps_its_value(strategy):
     own = px.Variable(5.0, synchronization="on_read", aggregation="sum")
     strategy.run(lambda: own.assign_add(1.0 * replica_id()))
-    assert [float(c) for c in own.components] == [5.0 + i for i in range(strategy.num_replicas)]
+    n = strategy.num_replicas
+    assert [float(c) for c in own.components] == [5.0 / n + i for i in range(n)]
 
 
 def test_a_model_and_an_optimizer_made_outside_are_adopted_in_a_traced_step(strategy):
@@ -743,7 +744,7 @@ def test_what_a_replica_function_may_not_return(two):
     for fn, words in [
         (generator, "generator returns a generator: its body has not run"),
         (coroutine, "coroutine returns a coroutine: its body has not run"),
-        (lambda: {1: replica_id(), "a": 2}, "cannot take apart.*Dict keys must sort"),
+        (lambda: {1: replica_id(), "a": 2}, "JAX cannot take .* apart.*Dict keys must sort"),
     ]:
         with pytest.raises(ArgumentTypeError, match=words):
             two.run(fn)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import jax
 import numpy as np
 
+from phalanx._checks import check_flag, is_numeric
 from phalanx.errors import ArgumentError, ArgumentTypeError, UnevenBatchError
 from phalanx.function import is_strict
 
@@ -41,8 +42,7 @@ class ArrayDataset:
             known = ", ".join(map(repr, get_args(Remainder)))
             raise ArgumentError(f"distribute_dataset: remainder must be one of {known}, got {remainder!r}.")
         for value, label in ((mask, "mask"), (shuffle, "shuffle")):
-            if not isinstance(value, bool):
-                raise ArgumentTypeError(f"distribute_dataset: {label} must be True or False, got {value!r}.")
+            check_flag(value, f"distribute_dataset: {label}")
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or seed < 0):
             raise ArgumentError(f"distribute_dataset: seed must be an int from 0 on, or None, got {seed!r}.")
         self._leaves, self._structure, self._rows = _host_arrays(source)
@@ -141,7 +141,7 @@ def _host_array(leaf: Any, name: str) -> np.ndarray[Any, Any]:
         array = np.asarray(leaf)
     except TypeError as error:
         raise ArgumentTypeError(f"distribute_dataset: {name} cannot be had as a NumPy array: {error}") from error
-    if array.dtype.kind not in "biufcV" or array.dtype.fields or array.dtype == np.dtype("V"):
+    if not is_numeric(array.dtype):
         raise ArgumentTypeError(
             f"distribute_dataset: {name} has dtype {array.dtype}; arrays must be numeric. Look up strings and objects on the"
             " host first."

@@ -14,12 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from phalanx import _jax, state
+from phalanx._checks import as_array, check_axis, check_call, check_function, take_apart
 from phalanx._eager_programs import EagerPrograms, as_function
 from phalanx._launch import in_order
 from phalanx.data.arrays import ArrayDataset, Remainder
 from phalanx.distribute.collectives import all_reduce, check_op, countable
-from phalanx.distribute.replica import ReplicaContext, ReplicaRules, check_array, check_axis, check_function
-from phalanx.distribute.run import check_arguments, run_in_trace
+from phalanx.distribute.replica import ReplicaContext, ReplicaRules
+from phalanx.distribute.run import run_in_trace
 from phalanx.distribute.values import PerReplica, is_per_replica
 from phalanx.errors import ArgumentError, ArgumentTypeError, DeviceError, StrategyError
 from phalanx.variables import Component, Variable
@@ -233,7 +234,7 @@ class Strategy:
         if state.context().in_merge:
             raise StrategyError("strategy.run was called in a merge function, which is part of a run already.")
         name = getattr(fn, "__name__", type(fn).__name__)
-        checked = check_arguments(args, kwargs, name)
+        checked = check_call(args, kwargs, f"strategy.run({name}")
         with state.pushed(state.ContextFrame(state.top(), state.CrossReplica(self))):
             if state.top().is_eager:
                 construct = functools.partial(run_in_trace, self)
@@ -266,7 +267,8 @@ class Strategy:
         """
         self._require_cross_replica("reduce", "Use px.get_replica_context().all_reduce(op, value).")
         op = check_op(op, "reduce")
-        return jax.tree.map(lambda leaf: self._reduce_leaf(op, leaf, axis), value, is_leaf=_is_distributed)
+        leaves, structure = take_apart(value, "reduce", _is_distributed)
+        return jax.tree.unflatten(structure, [self._reduce_leaf(op, leaf, axis) for leaf in leaves])
 
     def _reduce_leaf(self, op: Any, leaf: Any, axis: int | None) -> Any:
         if isinstance(leaf, Variable) and leaf.per_replica:
@@ -278,7 +280,7 @@ class Strategy:
             self.check_owner(leaf, "reduce")
             stacked = leaf.stacked
         else:
-            stacked = check_array(leaf, "reduce")[None]
+            stacked = as_array(leaf, "reduce")[None]
         if axis is not None:
             check_axis(stacked.ndim - 1, axis, "reduce")
         n = self.num_replicas
@@ -308,7 +310,8 @@ class Strategy:
                 return _jax.all_gather(x.here[0], axis % (x.stacked.ndim - 1), stacked=False)
             return self._compute(_gather_stacked, x.stacked, axis)
 
-        return jax.tree.map(leaf, value, is_leaf=_is_distributed)
+        leaves, structure = take_apart(value, "gather", _is_distributed)
+        return jax.tree.unflatten(structure, map(leaf, leaves))
 
     def merge_components(self, stacked: Any, aggregation: str) -> Any:
         """The one value that stands for all components of a per-replica variable, in their dtype."""
@@ -333,10 +336,9 @@ class Strategy:
         if is_per_replica(value):
             self.check_owner(value, "local_results")
             return value.values
-        leaves = jax.tree.leaves(value, is_leaf=is_per_replica)
+        leaves, structure = take_apart(value, "local_results", is_per_replica)
         if any(map(is_per_replica, leaves)):
             parts = [self.local_results(leaf) if is_per_replica(leaf) else (leaf,) * self.num_replicas for leaf in leaves]
-            structure = jax.tree.structure(value, is_leaf=is_per_replica)
             return tuple(jax.tree.unflatten(structure, part) for part in zip(*parts))
         return (value,)
 
@@ -364,10 +366,11 @@ class Strategy:
             raise ArgumentTypeError(f"update takes a variable, got {type(variable).__name__}.")
         check_function(fn, "update")
         state.refuse_foreign(variable, self, "updated")
-        for leaf in jax.tree.leaves((args, kwargs), is_leaf=is_per_replica):
+        args, kwargs = check_call(args, kwargs, "update(variable, fn")
+        for leaf in take_apart((args, kwargs), "update", is_per_replica)[0]:
             if not variable.per_replica and (is_per_replica(leaf) or isinstance(leaf, jax.Array) and _jax.varies(leaf)):
                 raise state.diverging(variable, "update was given an argument that differs between replicas")
-        return fn(variable, *args, **(kwargs or {}))
+        return fn(variable, *args, **kwargs)
 
     # ---- feeding ----
 
@@ -381,7 +384,7 @@ class Strategy:
         self._require_cross_replica("distribute_values_from_function", "Pass the values to strategy.run as arguments.")
         n = self.num_replicas
         parts = [fn(ValueContext(i, n)) for i in range(n)]
-        leaves = [jax.tree.leaves(part) for part in parts]
+        leaves = [take_apart(part, "distribute_values_from_function")[0] for part in parts]
         structure = jax.tree.structure(parts[0])
         for i, part in enumerate(parts):
             if jax.tree.structure(part) != structure:
@@ -389,7 +392,7 @@ class Strategy:
         return jax.tree.unflatten(structure, [self._stack(list(column)) for column in zip(*leaves)])
 
     def _stack(self, parts: list[Any]) -> PerReplica:
-        parts = [check_array(p, "distribute_values_from_function") for p in parts]
+        parts = [as_array(p, "distribute_values_from_function") for p in parts]
         types = {(p.shape, p.dtype) for p in parts}
         if len(types) > 1:
             raise ArgumentError(
