@@ -61,11 +61,12 @@ class Identity:
         """The object, or None once it is gone."""
         return self._ref()
 
-    def on_death(self, callback: Callable[[], None]) -> None:
-        """Call back once the object is gone."""
+    def watch(self, callback: Callable[[], None]) -> Any:
+        """Call back once the object is gone, for as long as the result is kept."""
         value = self._ref()
         if isinstance(self._ref, weakref.ref) and value is not None:
-            weakref.finalize(value, callback).atexit = False
+            return weakref.ref(value, lambda _: callback())
+        return None
 
     def __repr__(self) -> str:
         value = self._ref()
@@ -100,6 +101,10 @@ def static_key(value: Any, label: str) -> Hashable:
             f"{label} is not numeric: it has dtype {value.dtype}. Look up strings and objects on the host,"
             " before the traced function."
         )
+    if type(value) in _PLAIN:
+        return _plain_key(value)
+    if isinstance(value, tuple):
+        return (type(value), tuple(static_key(part, label) for part in value))
     try:
         hash(value)
     except TypeError:
@@ -107,6 +112,16 @@ def static_key(value: Any, label: str) -> Hashable:
             f"{label} is a {type(value).__name__}, which is static here and cannot be hashed. Pass a tuple or"
             " frozenset, an array, or an object that hashes."
         ) from None
+    return (type(value), value)
+
+
+_PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
+
+
+def _plain_key(value: Any) -> Hashable:
+    """Tells apart what computes differently although it is equal: 1, 1.0 and True, 0.0 and -0.0; and NaN is itself."""
+    if value != value or (value == 0 and not isinstance(value, int)):
+        return (type(value), repr(value))
     return (type(value), value)
 
 
@@ -141,7 +156,7 @@ def function_key(fn: Any, seen: dict[Any, int] | None = None) -> Hashable:
     defaults = tuple(_value_key(v, seen) for v in fn.__defaults__ or ())
     keywords = tuple((k, _value_key(v, seen)) for k, v in (fn.__kwdefaults__ or {}).items())
     module = fn.__globals__
-    read = tuple(_global_key(module[name], module, seen) for name in _names_in(fn.__code__) if name in module)
+    read = tuple((name, _global_key(module[name], module, seen)) for name in _names_in(fn.__code__) if name in module)
     return (fn.__code__, Identity(module), cells, defaults, keywords, read)
 
 
@@ -152,11 +167,14 @@ def _names_in(code: types.CodeType) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*code.co_names, *(name for names in inner for name in names))))
 
 
+_EMPTY = object()
+
+
 def _contents(cell: Any) -> Any:
     try:
         return cell.cell_contents
     except ValueError:  # not filled yet
-        return None
+        return _EMPTY
 
 
 def _global_key(value: Any, module: dict[str, Any], seen: dict[Any, int]) -> Hashable:
@@ -166,11 +184,11 @@ def _global_key(value: Any, module: dict[str, Any], seen: dict[Any, int]) -> Has
 
 
 def _value_key(value: Any, seen: dict[Any, int]) -> Hashable:
-    if isinstance(value, (bool, *NUMBERS, str, bytes, type(None))):
-        return (type(value), value)
+    if type(value) in _PLAIN:
+        return _plain_key(value)
     if isinstance(value, tuple):
-        return tuple(_value_key(v, seen) for v in value)
-    if isinstance(value, types.FunctionType):
+        return (type(value), tuple(_value_key(v, seen) for v in value))
+    if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
         return function_key(value, seen)
     return Identity(value)
 

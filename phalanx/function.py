@@ -202,6 +202,8 @@ class Function(Generic[P, R]):
         self._signature = Signature(fn, static_argnames, input_signature, reduce_retracing, 1 if instance else 0)
         self.__signature__ = self._signature.of_calls
         self._traces: dict[Hashable, ConcreteFunction] = {}
+        self._watches: dict[Hashable, list[Any]] = {}
+        """What notices that an object in the key of a trace is gone."""
         self._history: collections.deque[tuple[Call, tuple[Hashable, ...]]] = collections.deque(maxlen=_REMEMBERED)
         self._kinds = 0
         """How many traces were kept, some for objects that are gone; the last of them are in the history."""
@@ -302,7 +304,8 @@ class Function(Generic[P, R]):
         self._traces[key] = concrete
         self._warn_of_storm()
         for identity in known:
-            identity.on_death(functools.partial(_forget, weakref.ref(self), key))
+            watch = identity.watch(functools.partial(_forget, weakref.ref(self), key))
+            self._watches.setdefault(key, []).append(watch)
         return concrete
 
     def _trace(self, call: Call) -> Traced:
@@ -438,6 +441,7 @@ def _forget(owner: weakref.ref[Any], key: Hashable) -> None:
     function = owner()
     if function is not None:
         function._traces.pop(key, None)
+        function._watches.pop(key, None)
 
 
 def _examples(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

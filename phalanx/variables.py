@@ -462,6 +462,8 @@ def to_array(label: str, argument: str, value: Any) -> Any:
     """`value` as a JAX or NumPy array, or an error that names the argument."""
     if isinstance(value, (Variable, Component)):
         return value.value
+    if _jax.is_leaked(value):
+        raise leaked(f"{label}: {argument}, at {_jax.user_line()}")
     if isinstance(value, (jax.Array, np.ndarray, np.generic)):
         if not isinstance(value, jax.Array) and not is_numeric(value.dtype):
             raise ArgumentTypeError(f"{label}: {argument} must be numeric, got an array of dtype {value.dtype}.")
