@@ -228,10 +228,11 @@ class Optimizer:
         return f"Optimizer({built})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k != "_update_now"}
+        return {k: getattr(self, k) for k in self.__slots__ if k not in ("__weakref__", "_update_now")}
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
-        self.__dict__.update(kept)
+        for k, v in kept.items():
+            setattr(self, k, v)
         self._update_now = function(self._update)
 
 
