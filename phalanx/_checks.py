@@ -44,7 +44,9 @@ def check_axis(ndim: int, axis: Any, caller: str) -> None:
 def check_call(args: Any, kwargs: Any, caller: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The args and kwargs of a call that is to be made, or an error that says how to write them."""
     if not isinstance(args, (tuple, list)):
-        raise ArgumentTypeError(f"{caller}, args=...): args must be a tuple, got {type(args).__name__}; write args=(x,).")
+        raise ArgumentTypeError(
+            f"{caller}, args=...): args must be a tuple, got {type(args).__name__}; write args=(x,)."
+        )
     if kwargs is not None and not isinstance(kwargs, dict):
         raise ArgumentTypeError(f"{caller}, kwargs=...): kwargs must be a dict, got {type(kwargs).__name__}.")
     if not all(isinstance(key, str) for key in kwargs or ()):
@@ -64,7 +66,7 @@ def take_apart(tree: Any, label: str, is_leaf: Callable[[Any], bool] | None = No
 
 def is_numeric(dtype: Any) -> bool:
     """True for dtypes that JAX computes with (bfloat16 and the like are of NumPy's kind 'V')."""
-    return dtype.kind in "biufc" or dtype.kind == "V" and not issubclass(dtype.type, np.void)
+    return dtype.kind in "biufc" or (dtype.kind == "V" and not issubclass(dtype.type, np.void))
 
 
 def as_array(value: Any, label: str) -> jax.Array:
@@ -76,4 +78,6 @@ def as_array(value: Any, label: str) -> jax.Array:
     except ArgumentTypeError:  # what is no array has said so
         raise
     except (TypeError, ValueError, OverflowError) as error:
-        raise ArgumentTypeError(f"{label} takes arrays and numbers, got {type(value).__name__} {value!r:.60}.") from error
+        raise ArgumentTypeError(
+            f"{label} takes arrays and numbers, got {type(value).__name__} {value!r:.60}."
+        ) from error

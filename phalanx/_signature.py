@@ -253,9 +253,7 @@ class Signature:
         """Flatten bound arguments into a key and inputs."""
         if self._static:
             names = self._names
-            args = tuple(
-                Static(a) if i < len(names) and names[i] in self._static else a for i, a in enumerate(args)
-            )
+            args = tuple(Static(a) if i < len(names) and names[i] in self._static else a for i, a in enumerate(args))
             kwargs = {k: Static(v) if k in self._static else v for k, v in kwargs.items()}
         try:
             leaves, structure = jax.tree.flatten((args, kwargs))
@@ -296,7 +294,6 @@ class Signature:
         else:
             name = path[1].key
         return f"argument {name!r}{jax.tree_util.keystr(path[2:])}"
-
 
     def changes(self, old: Call, new: Call) -> list[str]:
         """In words, which arguments make two calls need traces of their own."""

@@ -155,7 +155,11 @@ def split_results(result: Any, name: str) -> tuple[list[Any], Callable[[list[Any
     leaves = [leaf.value if isinstance(leaf, (Variable, Component)) else leaf for leaf in leaves]
     dynamic = [is_input(leaf) for leaf in leaves]
     static = [None if d else leaf for d, leaf in zip(dynamic, leaves)]
-    arrays = [as_array(leaf, f"the result of {name}") if isinstance(leaf, NUMBERS) else leaf for leaf, d in zip(leaves, dynamic) if d]
+    arrays = [
+        as_array(leaf, f"the result of {name}") if isinstance(leaf, NUMBERS) else leaf
+        for leaf, d in zip(leaves, dynamic)
+        if d
+    ]
 
     def rebuild(outs: list[Any]) -> Any:
         rest = iter(outs)

@@ -314,7 +314,7 @@ def _check_steps(xs: Any, length: Any, unroll: Any) -> int:
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and 0 <= value < 2**31
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(0 <= value < 2**31)
 
 
 def _as_condition(value: Any) -> Any:

@@ -563,7 +563,9 @@ def function(
         raise ArgumentTypeError(f"static_argnames must be names of arguments, got {static_argnames!r:.60}.")
     names = tuple(names)
     if input_signature is not None and not isinstance(input_signature, (list, tuple)):
-        raise ArgumentTypeError(f"input_signature must be a list with one entry per argument, got {input_signature!r:.60}.")
+        raise ArgumentTypeError(
+            f"input_signature must be a list with one entry per argument, got {input_signature!r:.60}."
+        )
     if input_signature is not None and names:
         raise ArgumentError("input_signature and static_argnames cannot be combined.")
 

@@ -21,9 +21,7 @@ from phalanx.variables import Variable, to_host
 _STEPS = 3
 
 
-def self_check(
-    step: Callable[..., Any], batches: Iterable[Any], *, rtol: float = 1e-4, atol: float = 1e-5
-) -> str:
+def self_check(step: Callable[..., Any], batches: Iterable[Any], *, rtol: float = 1e-4, atol: float = 1e-5) -> str:
     """Run three steps on one replica and on all of them, and compare every variable.
 
     What the step creates or adopts (an optimizer's state, a model made outside the scope) is made by one

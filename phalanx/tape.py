@@ -332,9 +332,7 @@ class GradientTape(OpenTape):
             grads = [_finish(g, s, unconnected_gradients) for g, s in zip(grads, leaves)]
         return jax.tree.unflatten(structure, grads)
 
-    def jacobian(
-        self, target: jax.Array, sources: Any, unconnected_gradients: Unconnected = "none"
-    ) -> Any:
+    def jacobian(self, target: jax.Array, sources: Any, unconnected_gradients: Unconnected = "none") -> Any:
         """All first derivatives: for each source an array of shape ``target.shape + source.shape``.
 
         Args:

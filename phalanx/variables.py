@@ -91,7 +91,9 @@ class Variable(AsArray):
         value = self._initial(initial_value, dtype)
         self.shape: tuple[int, ...] = tuple(value.shape)
         self.dtype: np.dtype[Any] = value.dtype
-        if aggregation == "mean" and not jnp.issubdtype(self.dtype, jnp.inexact) or aggregation == "sum" and is_key(value):
+        if (aggregation == "mean" and not jnp.issubdtype(self.dtype, jnp.inexact)) or (
+            aggregation == "sum" and is_key(value)
+        ):
             raise ArgumentError(
                 f"{self.label}: aggregation={aggregation!r} cannot merge values of dtype {self.dtype}. Use"
                 " 'only_first_replica'" + ("." if is_key(value) else ", 'sum', or dtype='float32'.")
@@ -361,9 +363,7 @@ class Component(AsArray):
 
     def __eq__(self, other: object) -> bool:
         return (
-            isinstance(other, Component)
-            and other.container is self.container
-            and other.replica_id == self.replica_id
+            isinstance(other, Component) and other.container is self.container and other.replica_id == self.replica_id
         )
 
     def __ne__(self, other: object) -> bool:

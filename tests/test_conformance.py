@@ -211,7 +211,9 @@ def cause(name: str, strategy: px.Strategy) -> None:
     parts = strategy.distribute_values_from_function(lambda context: np.ones(2, np.float32))
     double = px.function(lambda x: 2 * x)
     causes: dict[str, Callable[[], Any]] = {
-        "AggregationRequiredError": lambda: strategy.run(lambda: v.assign(v.value * px.get_replica_context().replica_id)),
+        "AggregationRequiredError": lambda: strategy.run(
+            lambda: v.assign(v.value * px.get_replica_context().replica_id)
+        ),
         "ArgumentError": lambda: px.Variable(1.0, aggregation="average"),
         "ArgumentTypeError": lambda: px.GradientTape(persistent=1),
         "AssignmentError": lambda: v.assign(jnp.ones(3)),

@@ -39,7 +39,11 @@ def test_elements_have_the_structure_of_the_source(strategy):
     assert jax.tree.structure(element, is_leaf=lambda x: isinstance(x, px.PerReplica)) == jax.tree.structure(source)
     part = 8 // strategy.num_replicas
     leaves = jax.tree.leaves(element, is_leaf=lambda x: isinstance(x, px.PerReplica))
-    assert [(x.shape, str(x.dtype)) for x in leaves] == [((part, 2), "float32"), ((part,), "int32"), ((part, 1, 3), "uint8")]
+    assert [(x.shape, str(x.dtype)) for x in leaves] == [
+        ((part, 2), "float32"),
+        ((part,), "int32"),
+        ((part, 1, 3), "uint8"),
+    ]
 
 
 @pytest.mark.parametrize("make", [np.asarray, jnp.asarray, px.Variable], ids=["numpy", "jax", "variable"])
@@ -84,9 +88,7 @@ def test_a_smaller_last_batch_is_kept_when_it_divides(strategy):
     assert batches(strategy, 4, 8) == [list(range(4))]
 
 
-@pytest.mark.parametrize(
-    ("n", "batch_size", "rows"), [(10, 8, 2), (9, 4, 1), (8, 6, 6), (3, 8, 3)]
-)
+@pytest.mark.parametrize(("n", "batch_size", "rows"), [(10, 8, 2), (9, 4, 1), (8, 6, 6), (3, 8, 3)])
 def test_a_batch_that_does_not_divide_is_an_error_with_three_ways_out(n, batch_size, rows):
     strategy = px.Mirrored(jax.devices()[:4])
     with pytest.raises(UnevenBatchError) as caught:
@@ -114,7 +116,12 @@ def test_padding_fills_up_with_rows_of_weight_zero(strategy, n):
     dataset = strategy.distribute_dataset((np.arange(n), np.ones((n, 2))), 4, remainder="pad", mask=True)
     seen, weights = [], []
     for x, y, weight in dataset:
-        assert (x.shape[0], y.shape, weight.shape, weight.dtype) == (4 // strategy.num_replicas, (x.shape[0], 2), x.shape, np.float32)
+        assert (x.shape[0], y.shape, weight.shape, weight.dtype) == (
+            4 // strategy.num_replicas,
+            (x.shape[0], 2),
+            x.shape,
+            np.float32,
+        )
         seen += rows_of(strategy, x)
         weights += rows_of(strategy, weight)
     assert len(dataset) == -(-n // 4)

@@ -26,7 +26,9 @@ from phalanx.errors import (
     VariableWriteError,
 )
 
-JAX_WORDS = re.compile(r"out_specs|in_specs|manual ax|check_vma|pcast|pvary|shard_map inside|ShapedArray|replicat(ed|ion) (over|rule)")
+JAX_WORDS = re.compile(
+    r"out_specs|in_specs|manual ax|check_vma|pcast|pvary|shard_map inside|ShapedArray|replicat(ed|ion) (over|rule)"
+)
 
 
 @pytest.fixture
@@ -177,7 +179,9 @@ def test_what_differs_behind_the_back_of_its_type_is_found(two, v):
 
     for fn in (branch, switch, loop, fori, callback, pure_callback, in_a_jitted_helper, carried_by_a_scan,
                carried_by_a_loop, in_a_checkpoint):  # fmt: skip
-        refused(two, fn, ReplicaDivergenceError, "Variable 'v' is mirrored", f"assigned at {marked_line(fn)}", "may differ")
+        refused(
+            two, fn, ReplicaDivergenceError, "Variable 'v' is mirrored", f"assigned at {marked_line(fn)}", "may differ"
+        )
     assert [float(c) for c in v.components] == [0.0, 0.0]
 
 
@@ -253,7 +257,14 @@ def test_loops_of_jax_that_mix_equal_and_differing_values_are_explained(two):
         jax.lax.cond(jnp.ones(()) > 0, lambda: replica_id(), lambda: 2.0)  # here
 
     for fn in (scan, while_loop, cond):
-        refused(two, fn, TracingError, marked_line(fn), "may differ between the replicas", "px.scan, px.while_loop and px.cond")
+        refused(
+            two,
+            fn,
+            TracingError,
+            marked_line(fn),
+            "may differ between the replicas",
+            "px.scan, px.while_loop and px.cond",
+        )
     mixed = two.run(lambda: px.scan(lambda c, x: (c + replica_id(), x), 0.0, jnp.arange(3.0))[0])
     assert [float(x) for x in mixed.values] == [0.0, 3.0]
 
@@ -359,11 +370,19 @@ def test_per_replica_values_that_were_not_passed_in_are_refused(two, v):
     foreign = px.Mirrored(jax.devices()[2:4]).distribute_values_from_function(lambda c: np.float32(c.replica_id))
     with two.scope():
         own = px.Variable(0.0, name="own", synchronization="on_read", aggregation="sum")
-    refused(two, lambda: own.assign(parts), ArgumentTypeError, "'own': a PerReplica was assigned in a replica", f"{__file__}:")
+    refused(
+        two,
+        lambda: own.assign(parts),
+        ArgumentTypeError,
+        "'own': a PerReplica was assigned in a replica",
+        f"{__file__}:",
+    )
     refused(two, lambda: v.assign(parts), ArgumentTypeError, "'v': a PerReplica was assigned in a replica")
     refused(two, lambda: parts * 2.0, ArgumentTypeError, "holds one value per replica")
     refused(two, lambda: parts.values, StrategyError, "Pass it to strategy.run as an argument")
-    with pytest.raises(StrategyError, match=r"Variable 'own', assigned at .*: a PerReplica of Mirrored\(cpu:2-3\) was given to"):
+    with pytest.raises(
+        StrategyError, match=r"Variable 'own', assigned at .*: a PerReplica of Mirrored\(cpu:2-3\) was given to"
+    ):
         own.assign(foreign)
     assert [float(c) for c in own.components] == [0.0, 0.0]
 
@@ -398,7 +417,9 @@ def test_per_replica_values_mean_the_replicas_own_part_in_merge_functions(two):
 
     total, local, components, again = two.run(lambda: px.get_replica_context().merge_call(merge))
     assert float(total) == 21.0
-    assert [float(x) for x in local] == [float(x) for x in components] == [float(x) for x in again.values] == [10.0, 11.0]
+    assert (
+        [float(x) for x in local] == [float(x) for x in components] == [float(x) for x in again.values] == [10.0, 11.0]
+    )
     assert [float(c) for c in own.components] == [10.0, 11.0]
 
 
@@ -442,7 +463,7 @@ def test_after_a_mistake_everything_works_on(two, v, total):
             total.assign_add(1.0)
             mistake()
 
-        with pytest.raises(Exception):  # noqa: B017, PT011
+        with pytest.raises(Exception):  # noqa: B017
             two.run(fn)
         assert float(total) == before
         two.run(lambda: total.assign_add(1.0))

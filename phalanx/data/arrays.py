@@ -55,7 +55,9 @@ class ArrayDataset:
         self._check_even()
         logger.info(
             "dataset: %d rows, batches of %d (%d per replica)%s",
-            self._rows, batch_size, -(-batch_size // strategy.num_replicas),
+            self._rows,
+            batch_size,
+            -(-batch_size // strategy.num_replicas),
             f", shuffled with seed {self._seed}" if shuffle else "",
         )
 

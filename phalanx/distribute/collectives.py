@@ -118,5 +118,7 @@ def _psum(array: Any) -> Any:
 def countable(array: Any, caller: str) -> Any:
     """`array` in a dtype that can be added up: bools are counted."""
     if is_key(array):
-        raise ArgumentTypeError(f"{caller} cannot add random keys; take one replica's key by broadcast, or gather them all.")
+        raise ArgumentTypeError(
+            f"{caller} cannot add random keys; take one replica's key by broadcast, or gather them all."
+        )
     return array.astype(jnp.int32) if array.dtype == jnp.bool_ else array

@@ -140,9 +140,7 @@ def _trace_replica(strategy: Strategy, fn: Callable[..., Any], arguments: _Argum
 
     def in_context() -> tuple[()]:
         types = arguments.local_types()
-        found.append(
-            trace(fn, arguments.rebuild, types, name, lambda tracing: ReplicaFrame(parent, tracing, rules))
-        )
+        found.append(trace(fn, arguments.rebuild, types, name, lambda tracing: ReplicaFrame(parent, tracing, rules)))
         return ()
 
     jax.eval_shape(_jax.on_replicas(strategy.mesh, in_context, (), ()))
@@ -161,4 +159,6 @@ def _check_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
-        raise ArgumentTypeError(f"strategy.run({name}): the function is {name}{signature}, and args and kwargs do not fit: {error}.") from None
+        raise ArgumentTypeError(
+            f"strategy.run({name}): the function is {name}{signature}, and args and kwargs do not fit: {error}."
+        ) from None

@@ -27,6 +27,7 @@ from phalanx.variables import Component, Variable
 
 logger = logging.getLogger("phalanx")
 
+
 class ValueContext:
     """What the function given to `distribute_values_from_function` is told."""
 
@@ -69,7 +70,7 @@ class Strategy:
 
     @property
     def platform(self) -> str:
-        """"cpu", "gpu" or "tpu"."""
+        """ "cpu", "gpu" or "tpu"."""
         return str(self.devices[0].platform)
 
     @property
@@ -137,7 +138,12 @@ class Strategy:
         if variable.strategy is not None:
             return
         place = state.top().base
-        if variable.per_replica and self.num_replicas > 1 and place.parent is not None and place.parent.base.holds(variable):
+        if (
+            variable.per_replica
+            and self.num_replicas > 1
+            and place.parent is not None
+            and place.parent.base.holds(variable)
+        ):
             raise StrategyError(
                 f"{variable.label} was made outside the scope of {self!r} and read in a traced function before its first"
                 " replica. Create it in the scope."
@@ -187,9 +193,13 @@ class Strategy:
         """
         context = state.context()
         if context.in_replica:
-            raise StrategyError("strategy.scope() cannot be entered in a replica: the strategy is in effect there already.")
+            raise StrategyError(
+                "strategy.scope() cannot be entered in a replica: the strategy is in effect there already."
+            )
         if context.strategy not in (None, self):
-            raise StrategyError(f"The scope of {self!r} was entered inside the scope of {context.strategy!r}: strategies cannot be mixed.")
+            raise StrategyError(
+                f"The scope of {self!r} was entered inside the scope of {context.strategy!r}: strategies cannot be mixed."
+            )
         with state.pushed(state.ContextFrame(state.top(), state.CrossReplica(self))):
             yield self
 
@@ -230,7 +240,9 @@ class Strategy:
             2.0
         """
         check_function(fn, "strategy.run")
-        self._require_cross_replica("run", "It is running already: call the function, or use the replica context to reduce.")
+        self._require_cross_replica(
+            "run", "It is running already: call the function, or use the replica context to reduce."
+        )
         if state.context().in_merge:
             raise StrategyError("strategy.run was called in a merge function, which is part of a run already.")
         name = getattr(fn, "__name__", type(fn).__name__)
@@ -338,7 +350,9 @@ class Strategy:
             return value.values
         leaves, structure = take_apart(value, "local_results", is_per_replica)
         if any(map(is_per_replica, leaves)):
-            parts = [self.local_results(leaf) if is_per_replica(leaf) else (leaf,) * self.num_replicas for leaf in leaves]
+            parts = [
+                self.local_results(leaf) if is_per_replica(leaf) else (leaf,) * self.num_replicas for leaf in leaves
+            ]
             return tuple(jax.tree.unflatten(structure, part) for part in zip(*parts))
         return (value,)
 
@@ -368,7 +382,9 @@ class Strategy:
         state.refuse_foreign(variable, self, "updated")
         args, kwargs = check_call(args, kwargs, "update(variable, fn")
         for leaf in take_apart((args, kwargs), "update", is_per_replica)[0]:
-            if not variable.per_replica and (is_per_replica(leaf) or isinstance(leaf, jax.Array) and _jax.varies(leaf)):
+            if not variable.per_replica and (
+                is_per_replica(leaf) or (isinstance(leaf, jax.Array) and _jax.varies(leaf))
+            ):
                 raise state.diverging(variable, "update was given an argument that differs between replicas")
         return fn(variable, *args, **kwargs)
 
@@ -388,7 +404,9 @@ class Strategy:
         structure = jax.tree.structure(parts[0])
         for i, part in enumerate(parts):
             if jax.tree.structure(part) != structure:
-                raise ArgumentError(f"distribute_values_from_function: replica {i} gave {jax.tree.structure(part)}, replica 0 {structure}.")
+                raise ArgumentError(
+                    f"distribute_values_from_function: replica {i} gave {jax.tree.structure(part)}, replica 0 {structure}."
+                )
         return jax.tree.unflatten(structure, [self._stack(list(column)) for column in zip(*leaves)])
 
     def _stack(self, parts: list[Any]) -> PerReplica:
@@ -535,13 +553,15 @@ class Mirrored(Strategy):
     """
 
     def __init__(self, devices: Sequence[Any] | None = None) -> None:
-        if isinstance(devices, (str, jax.Device)) or devices is not None and not isinstance(devices, Sequence):
+        if isinstance(devices, (str, jax.Device)) or (devices is not None and not isinstance(devices, Sequence)):
             raise ArgumentTypeError(f"Mirrored: devices must be a list of devices, got {devices!r:.80}.")
         resolved = jax.devices() if devices is None else [_resolve(d) for d in devices]
         if not resolved:
             raise ArgumentError("Mirrored: devices is empty. Leave it out to use all devices.")
         if len(set(resolved)) < len(resolved):
-            raise ArgumentError(f"Mirrored: a device was given twice: {list(devices or ())}. Each replica needs its own.")
+            raise ArgumentError(
+                f"Mirrored: a device was given twice: {list(devices or ())}. Each replica needs its own."
+            )
         if len({d.platform for d in resolved}) > 1:
             raise ArgumentError(f"Mirrored: all devices must be of one platform, got {resolved}.")
         super().__init__(resolved)
