@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from phalanx import _jax, state
+from phalanx._checks import as_array, take_apart
 from phalanx._signature import is_input
 from phalanx._traced import Traced, trace
 from phalanx.errors import AggregationRequiredError, ArgumentError, ArgumentTypeError, StrategyError
@@ -86,8 +87,9 @@ def _as_arrays(result: Any, label: str) -> Any:
                 f"{label} must return arrays and numbers, or pytrees of them; got {type(value).__name__}"
                 f" {value!r:.60}{f' at [...]{place}' if place else ''}."
             )
-        return jnp.asarray(value)
+        return as_array(value, label)
 
+    take_apart(result, f"{label}: its result")
     return jax.tree_util.tree_map_with_path(leaf, result)
 
 
@@ -226,10 +228,10 @@ def shown(structure: Any) -> str:
 
 def flatten(tree: Any) -> tuple[list[Any], list[Any], Callable[[list[Any]], Any]]:
     """Arrays of a pytree, their types, and how to build the tree around other arrays."""
-    leaves, structure = jax.tree.flatten(tree)
+    leaves, structure = take_apart(tree, "an argument of a loop or branch")
     leaves = [plain(leaf) for leaf in leaves]
     dynamic = [is_input(leaf) or isinstance(leaf, bool) for leaf in leaves]
-    arrays = [jnp.asarray(leaf) for leaf, d in zip(leaves, dynamic) if d]
+    arrays = [as_array(leaf, "a loop or branch") for leaf, d in zip(leaves, dynamic) if d]
 
     def rebuild(values: list[Any]) -> Any:
         rest = iter(values)

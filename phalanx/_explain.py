@@ -20,7 +20,7 @@ _VALUE_NEEDED = (
     jax.errors.TracerIntegerConversionError,
     jax.errors.NonConcreteBooleanIndexError,
 )
-_ABOUT_REPLICAS = re.compile(r"manual ax|manual type|pcast|pvary|out_specs|mismatched varying")
+_ABOUT_REPLICAS = re.compile(r"manual ax|manual type|pcast|pvary|out_specs|mismatched varying|\{V:replica\}")
 _ABOUT_MESHES = re.compile(r"context mesh|axis_types=\(Manual")
 
 
@@ -33,11 +33,11 @@ def why_not_traced(name: str, error: Exception) -> PhalanxError | None:
     if isinstance(error, jax.errors.UnexpectedTracerError):
         return leaked(name)
     text = str(error)
-    if isinstance(error, TypeError) and _ABOUT_REPLICAS.search(text):
+    if isinstance(error, (TypeError, ValueError)) and _ABOUT_REPLICAS.search(text):
         return TracingError(
             f"{name}: at {_jax.line_of_error(error)} a value that may differ between the replicas meets one that is the"
-            f" same on all of them, which jax.lax does not put together: {_first_line(text)} Use px.scan,"
-            " px.while_loop and px.cond, which do; to a function of a library give arguments that all differ (x + 0 * y)."
+            f" same on all of them, which jax does not put together: {_first_line(text)} Use px.scan, px.while_loop,"
+            " px.cond and px.GradientTape, which do; to a function of a library give arguments that all differ (x + 0 * y)."
         )
     if isinstance(error, ValueError) and _ABOUT_MESHES.search(text):
         return StrategyError(
@@ -94,4 +94,5 @@ def _scattered(name: str, traced: Traced, args: Sequence[Any]) -> DeviceError:
 
 
 def _first_line(text: str) -> str:
-    return text.partition("\n")[0][:300].rstrip(" .:") + "."
+    line = text.partition("\n")[0][:300].replace("{V:replica}", " (differs)")
+    return line.rstrip(" .:") + "."

@@ -36,6 +36,7 @@ from jax._src import traceback_util as _traceback_util
 from jax._src.interpreters import partial_eval as _pe
 from jax._src.interpreters import pxla as _pxla
 from jax._src.lax import parallel as _parallel
+from jax._src.lax.control_flow import loops as _loops
 from jax.extend import core as _jex
 from jax.extend import source_info_util as _source_info
 from jax.interpreters import ad as _ad
@@ -499,7 +500,7 @@ _mlir.register_lowering(_alias_p, lambda ctx, x: [x])
 
 def alias(x: Any) -> Any:
     """The same value and the same buffers as a new object (operations are told apart by identity)."""
-    return _alias_p.bind(x)
+    return _same_buffers(x) if is_eager() and not is_tracer(x) else _alias_p.bind(x)
 
 
 _read_again_p = _jex.Primitive("phalanx_read_again")
@@ -697,6 +698,24 @@ def aval_varies(aval: Any) -> bool:
 def lift(value: Any) -> Any:
     """`value` typed as varying, so that gradients with respect to it stay local to the replica."""
     return value if varies(value) else jax.lax.pcast(value, REPLICA_AXIS, to="varying")
+
+
+_settle_number_type = _loops._promote_weak_typed_input
+
+
+def _settle_carry(value: Any, before: Any, after: Any) -> tuple[Any, bool]:
+    """The start of a carry in the type that the body gives back.
+
+    JAX's `scan` and `while_loop` do it for the types of Python numbers, and refuse a carry that starts with the
+    same value on all replicas (zeros, most often) and becomes the replica's own. Here it starts as its own.
+    """
+    value, changed = _settle_number_type(value, before, after)
+    if in_replica_trace() and aval_varies(after) and not varies(value):
+        return lift(value), True
+    return value, changed
+
+
+_loops._promote_weak_typed_input = _settle_carry
 
 
 def typed_as(aval: Any, value: Any) -> Any:

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -23,42 +23,30 @@ Mask = tuple[bool, ...]
 """Which arguments of an operation are watched."""
 
 
-class Linearized:
-    """The way back through an operation; it keeps what it needs of the arguments and outputs, and no more.
+Pull = Callable[[list[Any]], list[Any]]
+"""From one cotangent for each connected output to one for each watched input; None stands for a zero in both."""
 
-    `connected` are the positions of the outputs that gradients can come from; `pull` takes one cotangent
-    for each of them and gives one for each watched input, None standing for a zero in both.
+
+def linearize(operation: _jax.Operation, args: list[Any], mask: Mask) -> tuple[list[Any], list[int], Pull]:
+    """Run the operation on `args`, for derivatives with respect to those that `mask` marks.
+
+    Returns:
+        The outputs, the positions of those that gradients can come from, and the way back.
     """
-
-    __slots__ = ("_pull", "connected")
-
-    def __init__(self, connected: list[int], pull: Callable[[list[Any]], Any] | str) -> None:
-        self.connected = connected
-        self._pull = pull
-
-    def pull(self, cotangents: list[Any]) -> list[Any]:
-        """Cotangents of the watched inputs."""
-        if isinstance(self._pull, str):
-            raise _no_reverse_mode(self._pull)
-        return _pulled(self._pull, cotangents)
-
-
-def linearize(operation: _jax.Operation, args: list[Any], mask: Mask) -> tuple[list[Any], Linearized]:
-    """Outputs of the operation, and the way back from them to those of `args` that `mask` marks."""
     key = operation.key()
     try:
         with _rules():
             if key is None:
                 outs, pull = _vjp(operation, args, mask)
-                return outs, Linearized(pull.connected, pull)
+                return outs, pull.connected, functools.partial(_pulled, pull)
             outs, residuals = _forwards.get(key, mask)(*args)
-            return outs, Linearized(residuals.connected, residuals.pull(args, outs))
+            return outs, residuals.connected, functools.partial(_pulled, *residuals.pull(args, outs))
     except TapeError:
         raise
     except Exception as error:  # there is no derivative: that matters only if a gradient comes this way
         reason = str(error)
     outs = operation(*args)
-    return outs, Linearized(_inexact_positions(outs), reason)
+    return outs, _inexact_positions(outs), functools.partial(_refuse, reason)
 
 
 def pull_again(operation: _jax.Operation, args: list[Any], mask: Mask, cotangents: list[Any]) -> list[Any]:
@@ -94,6 +82,10 @@ def _pulled(pull: Callable[..., Any], *inputs: Any) -> list[Any]:
         if "everse-mode" not in str(error):
             raise
         raise _no_reverse_mode(str(error)) from error
+
+
+def _refuse(reason: str, cotangents: list[Any]) -> NoReturn:
+    raise _no_reverse_mode(reason)
 
 
 def _vjp(operation: _jax.Operation, args: Sequence[Any], mask: Mask) -> tuple[list[Any], _Pull]:
@@ -192,9 +184,9 @@ class _Recipe:
         self._run = jax.jit(run)
         self._places = places
 
-    def pull(self, new: list[Any], args: Sequence[Any], outs: list[Any]) -> Callable[[list[Any]], Any]:
+    def pull(self, new: list[Any], args: Sequence[Any], outs: list[Any]) -> tuple[Callable[..., Any], list[Any]]:
         found = {"argument": args, "output": outs, "new": new}
-        return functools.partial(self._run, [found[kind][i] for kind, i in self._places])
+        return self._run, [found[kind][i] for kind, i in self._places]
 
 
 @jax.tree_util.register_pytree_node_class
@@ -222,8 +214,8 @@ class _Residuals:
                 new.append(leaf)
         return cls(new, _Recipe(pull, structure, [places[id(leaf)] for leaf in leaves]))
 
-    def pull(self, args: Sequence[Any], outs: list[Any]) -> Callable[[list[Any]], Any]:
-        """The way back, for the arguments and outputs of this step."""
+    def pull(self, args: Sequence[Any], outs: list[Any]) -> tuple[Callable[..., Any], list[Any]]:
+        """The way back from this step: a function, and what it takes before the cotangents."""
         return self._recipe.pull(self._new, args, outs)
 
     @property

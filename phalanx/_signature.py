@@ -19,6 +19,7 @@ import jax
 import numpy as np
 
 from phalanx import _jax
+from phalanx._checks import is_numeric, take_apart
 from phalanx.errors import ArgumentError, ArgumentTypeError
 from phalanx.variables import Component, Variable
 
@@ -29,7 +30,9 @@ def is_input(leaf: Any) -> bool:
     """True for what becomes an input of the program."""
     if isinstance(leaf, bool):
         return False
-    return isinstance(leaf, (jax.Array, np.ndarray, np.generic, *NUMBERS))
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        return is_numeric(leaf.dtype)
+    return isinstance(leaf, (jax.Array, *NUMBERS))
 
 
 class Identity:
@@ -58,11 +61,12 @@ class Identity:
         """The object, or None once it is gone."""
         return self._ref()
 
-    def on_death(self, callback: Callable[[], None]) -> None:
-        """Call back once the object is gone."""
+    def watch(self, callback: Callable[[], None]) -> Any:
+        """Call back once the object is gone, for as long as the result is kept."""
         value = self._ref()
         if isinstance(self._ref, weakref.ref) and value is not None:
-            weakref.finalize(value, callback).atexit = False
+            return weakref.ref(value, lambda _: callback())
+        return None
 
     def __repr__(self) -> str:
         value = self._ref()
@@ -92,6 +96,15 @@ def static_key(value: Any, label: str) -> Hashable:
         return function_key(value)
     if isinstance(value, (Variable, Component)) or _hashes_by_identity(value):
         return Identity(value)
+    if isinstance(value, (np.ndarray, np.generic)) and not is_numeric(value.dtype):
+        raise ArgumentTypeError(
+            f"{label} is not numeric: it has dtype {value.dtype}. Look up strings and objects on the host,"
+            " before the traced function."
+        )
+    if type(value) in _PLAIN:
+        return _plain_key(value)
+    if isinstance(value, tuple):
+        return (type(value), tuple(static_key(part, label) for part in value))
     try:
         hash(value)
     except TypeError:
@@ -99,6 +112,16 @@ def static_key(value: Any, label: str) -> Hashable:
             f"{label} is a {type(value).__name__}, which is static here and cannot be hashed. Pass a tuple or"
             " frozenset, an array, or an object that hashes."
         ) from None
+    return (type(value), value)
+
+
+_PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
+
+
+def _plain_key(value: Any) -> Hashable:
+    """Tells apart what computes differently although it is equal: 1, 1.0 and True, 0.0 and -0.0; and NaN is itself."""
+    if value != value or (value == 0 and not isinstance(value, int)):
+        return (type(value), repr(value))
     return (type(value), value)
 
 
@@ -133,7 +156,7 @@ def function_key(fn: Any, seen: dict[Any, int] | None = None) -> Hashable:
     defaults = tuple(_value_key(v, seen) for v in fn.__defaults__ or ())
     keywords = tuple((k, _value_key(v, seen)) for k, v in (fn.__kwdefaults__ or {}).items())
     module = fn.__globals__
-    read = tuple(_global_key(module[name], module, seen) for name in _names_in(fn.__code__) if name in module)
+    read = tuple((name, _global_key(module[name], module, seen)) for name in _names_in(fn.__code__) if name in module)
     return (fn.__code__, Identity(module), cells, defaults, keywords, read)
 
 
@@ -144,11 +167,14 @@ def _names_in(code: types.CodeType) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*code.co_names, *(name for names in inner for name in names))))
 
 
+_EMPTY = object()
+
+
 def _contents(cell: Any) -> Any:
     try:
         return cell.cell_contents
     except ValueError:  # not filled yet
-        return None
+        return _EMPTY
 
 
 def _global_key(value: Any, module: dict[str, Any], seen: dict[Any, int]) -> Hashable:
@@ -158,11 +184,11 @@ def _global_key(value: Any, module: dict[str, Any], seen: dict[Any, int]) -> Has
 
 
 def _value_key(value: Any, seen: dict[Any, int]) -> Hashable:
-    if isinstance(value, (bool, *NUMBERS, str, bytes, type(None))):
-        return (type(value), value)
+    if type(value) in _PLAIN:
+        return _plain_key(value)
     if isinstance(value, tuple):
-        return tuple(_value_key(v, seen) for v in value)
-    if isinstance(value, types.FunctionType):
+        return (type(value), tuple(_value_key(v, seen) for v in value))
+    if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
         return function_key(value, seen)
     return Identity(value)
 
@@ -227,11 +253,14 @@ class Signature:
         """Flatten bound arguments into a key and inputs."""
         if self._static:
             names = self._names
-            args = tuple(
-                Static(a) if i < len(names) and names[i] in self._static else a for i, a in enumerate(args)
-            )
+            args = tuple(Static(a) if i < len(names) and names[i] in self._static else a for i, a in enumerate(args))
             kwargs = {k: Static(v) if k in self._static else v for k, v in kwargs.items()}
-        leaves, structure = jax.tree.flatten((args, kwargs))
+        try:
+            leaves, structure = jax.tree.flatten((args, kwargs))
+        except (TypeError, ValueError):
+            for label, value in (*zip(self._names, args), *kwargs.items()):
+                take_apart(value, f"{self.name}: argument {label!r}")
+            raise
         keys: list[Hashable] = []
         inputs: list[Any] = []
         for i, leaf in enumerate(leaves):
@@ -251,10 +280,7 @@ class Signature:
             aval = _jax.type_of(leaf)
         except (TypeError, OverflowError) as error:
             reason = str(error).partition("\n")[0]
-            raise ArgumentTypeError(
-                f"{self.name}: {self.label(structure, index)} is not numeric: {reason} Look up strings and objects"
-                " on the host, before the traced function."
-            ) from None
+            raise ArgumentTypeError(f"{self.name}: {self.label(structure, index)} cannot be traced: {reason}") from None
         return aval.update(weak_type=False) if self._strong and getattr(aval, "weak_type", False) else aval
 
     def label(self, structure: Any, index: int) -> str:
@@ -268,7 +294,6 @@ class Signature:
         else:
             name = path[1].key
         return f"argument {name!r}{jax.tree_util.keystr(path[2:])}"
-
 
     def changes(self, old: Call, new: Call) -> list[str]:
         """In words, which arguments make two calls need traces of their own."""

@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from phalanx import _jax, state
+from phalanx._checks import as_array, take_apart
 from phalanx._explain import leaked, why_not_traced
 from phalanx._launch import in_order
 from phalanx._signature import NUMBERS, is_input
@@ -151,16 +151,15 @@ def split_results(result: Any, name: str) -> tuple[list[Any], Callable[[list[Any
             f"{name} returns a {type(result).__name__}: its body has not run and would run outside the trace. Write a"
             " plain function, and return a list or tuple instead of using yield."
         )
-    try:
-        leaves, structure = jax.tree.flatten(result)
-    except (TypeError, ValueError) as error:
-        raise ArgumentTypeError(
-            f"{name} returns a structure that JAX cannot take apart: {error} Dict keys must sort."
-        ) from error
+    leaves, structure = take_apart(result, f"{name}: its result")
     leaves = [leaf.value if isinstance(leaf, (Variable, Component)) else leaf for leaf in leaves]
     dynamic = [is_input(leaf) for leaf in leaves]
     static = [None if d else leaf for d, leaf in zip(dynamic, leaves)]
-    arrays = [jnp.asarray(leaf) if isinstance(leaf, NUMBERS) else leaf for leaf, d in zip(leaves, dynamic) if d]
+    arrays = [
+        as_array(leaf, f"the result of {name}") if isinstance(leaf, NUMBERS) else leaf
+        for leaf, d in zip(leaves, dynamic)
+        if d
+    ]
 
     def rebuild(outs: list[Any]) -> Any:
         rest = iter(outs)

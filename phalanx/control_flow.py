@@ -31,10 +31,11 @@ from phalanx._bodies import (
     shown,
     store,
 )
+from phalanx._checks import as_array, check_flag, take_apart
 from phalanx._eager_programs import as_function
 from phalanx._signature import is_input
 from phalanx.errors import ArgumentError, ArgumentTypeError
-from phalanx.variables import Variable
+from phalanx.variables import Variable, is_key
 
 
 def cond(pred: Any, true_fun: Callable[..., Any], false_fun: Callable[..., Any], *operands: Any) -> Any:
@@ -138,7 +139,8 @@ def scan(
     """
     _check_function("scan", "f", f, 2)
     steps = _check_steps(xs, length, unroll)
-    options = (steps, bool(reverse), unroll)
+    check_flag(reverse, "scan: reverse")
+    options = (steps, reverse, unroll)
     if _runs_now():
         loop = as_function("scan", _trace_scan, f, parameters=["init", "xs"], options=options)
         return loop(init, xs)  # type: ignore[no-any-return]
@@ -214,7 +216,7 @@ def _trace_while(cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], Any],
     carried = carried_by(body)
     seen = seen_by(carried, body, test)
     answer = test.rebuild(test.out_types())
-    if getattr(answer, "shape", None) != ():
+    if getattr(answer, "shape", None) != () or is_key(answer):
         found = answer.str_short() if hasattr(answer, "str_short") else shown(jax.tree.structure(answer))
         raise ArgumentError(f"while_loop: cond_fun must return a boolean scalar, got {found}.")
     if _jax.in_replica_trace() and _jax.aval_varies(answer):
@@ -286,7 +288,8 @@ def _row_of(shape: tuple[int, ...], dtype: Any) -> Any:
 
 def _check_steps(xs: Any, length: Any, unroll: Any) -> int:
     """The number of steps, or an error about it."""
-    shapes = [jnp.shape(plain(leaf)) if is_input(plain(leaf)) else None for leaf in jax.tree.leaves(xs)]
+    leaves, _ = take_apart(xs, "scan: xs")
+    shapes = [jnp.shape(plain(leaf)) if is_input(plain(leaf)) else None for leaf in leaves]
     if not all(shapes):
         raise ArgumentError(
             "scan: xs must be arrays, or pytrees of arrays, whose rows are the steps; got a number, a list or another"
@@ -298,7 +301,7 @@ def _check_steps(xs: Any, length: Any, unroll: Any) -> int:
     if length is None and not lengths:
         raise ArgumentError("scan: give xs, or the number of steps as length.")
     steps = lengths.pop() if lengths else length
-    if length is not None and (not isinstance(length, (int, np.integer)) or length < 0):
+    if length is not None and not _is_count(length):
         raise ArgumentError(f"scan: length must be a number of steps, a Python int of at least 0, got {length!r:.80}.")
     if length is not None and steps != length:
         raise ArgumentError(f"scan: length is {length}, but xs has {steps} rows.")
@@ -310,11 +313,15 @@ def _check_steps(xs: Any, length: Any, unroll: Any) -> int:
 # ---- arguments -----------------------------------------------------------------------------------
 
 
+def _is_count(value: Any) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(0 <= value < 2**31)
+
+
 def _as_condition(value: Any) -> Any:
     value = plain(value)
-    if not (is_input(value) or isinstance(value, bool)):
+    array = as_array(value, "cond: pred") if is_input(value) or isinstance(value, bool) else None
+    if array is None or is_key(array):
         raise ArgumentTypeError(f"cond: pred must be True, False or a boolean scalar, got {type(value).__name__}.")
-    array = jnp.asarray(value)
     if array.shape != ():
         raise ArgumentError(f"cond: pred must be a scalar, got shape {array.shape}. Reduce it with .any() or .all().")
     return array

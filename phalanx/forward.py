@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from phalanx import _jax
+from phalanx._checks import take_apart
 from phalanx._identities import Identities
 from phalanx._linearize import push_forward
+from phalanx._open_tape import OpenTape
 from phalanx.errors import ArgumentError, ArgumentTypeError, TapeError
-from phalanx.tape import OpenTape, check_unconnected
+from phalanx.tape import check_unconnected
 from phalanx.variables import Component, Variable, check_kind, to_array
 
 
@@ -40,7 +42,7 @@ class ForwardAccumulator(OpenTape):
     """
 
     def __init__(self, primals: Any, tangents: Any) -> None:
-        leaves, structure = jax.tree.flatten(primals, is_leaf=_is_variable)
+        leaves, structure = take_apart(primals, "ForwardAccumulator: primals", _is_variable)
         if not leaves:
             raise ArgumentError("ForwardAccumulator: primals is empty; give the arrays to differentiate by.")
         try:
@@ -52,6 +54,8 @@ class ForwardAccumulator(OpenTape):
         self._tangents: Identities[Any] = Identities()
         self._arrays: list[jax.Array] = []
         self._variables: dict[Variable, Any] = {}
+        self._reads: dict[Variable, tuple[Any, Any]] = {}
+        """The last value that each variable was read as, and what the reader got."""
         for primal, direction in zip(leaves, directions):
             tangent = _tangent(primal, direction)
             if isinstance(primal, Variable):
@@ -83,7 +87,8 @@ class ForwardAccumulator(OpenTape):
         """
         check_unconnected(unconnected_gradients)
 
-        return jax.tree.map(lambda value: self._derivative(value, unconnected_gradients), target, is_leaf=_is_variable)
+        leaves, structure = take_apart(target, "jvp: target", _is_variable)
+        return jax.tree.unflatten(structure, [self._derivative(value, unconnected_gradients) for value in leaves])
 
     def _derivative(self, value: Any, unconnected_gradients: str) -> Any:
         if not isinstance(value, (jax.Array, Variable)):
@@ -93,6 +98,8 @@ class ForwardAccumulator(OpenTape):
         tangent = self._variables.get(value) if isinstance(value, Variable) else self._tangents.get(value)
         if tangent is None:
             return jnp.zeros(value.shape, value.dtype) if unconnected_gradients == "zero" else None
+        if isinstance(tangent, _Refused):
+            raise tangent.error()
         # Typed as the same on all replicas or not, a derivative is the replica's own.
         return _jax.local_lift(tangent) if _jax.in_replica_trace() else tangent
 
@@ -101,8 +108,7 @@ class ForwardAccumulator(OpenTape):
 
     def observe(self, operation: _jax.Operation, args: list[Any]) -> list[Any]:
         tangents = [self._tangents.get(x) for x in args]
-        mask = tuple(t is not None for t in tangents)
-        outs, derivatives = push_forward(operation, args, mask, [t for t in tangents if t is not None])
+        outs, derivatives = _push(operation, args, tangents)
         outs = list(outs)
         for i, derivative in enumerate(derivatives):
             if derivative is not None:
@@ -112,9 +118,42 @@ class ForwardAccumulator(OpenTape):
         return outs
 
     def on_read(self, variable: Any, value: Any) -> Any:
-        if self.active and variable in self._variables and value not in self._tangents:
-            self._tangents.note(value, self._variables[variable])
-        return value
+        if not (self.active and variable in self._variables):
+            return value
+        last, fresh = self._reads.get(variable, (None, None))
+        if last is not value:
+            with self.silenced():
+                fresh = _jax.alias(value)  # the array may have another owner, with another direction
+            self._reads[variable] = (value, fresh)
+            self._tangents.note(fresh, self._variables[variable])
+        return fresh
+
+
+class _Refused(NamedTuple):
+    """Stands for the tangent of what JAX cannot differentiate forwards; an error only if it is asked for."""
+
+    reason: str
+
+    def error(self) -> TapeError:
+        return TapeError(
+            "The target depends on an operation that cannot be differentiated forwards. JAX says:"
+            f" {self.reason.partition(chr(10))[0][:300]} Use px.GradientTape, which differentiates backwards."
+        )
+
+
+def _push(operation: _jax.Operation, args: list[Any], tangents: list[Any]) -> tuple[list[Any], list[Any]]:
+    mask = tuple(t is not None for t in tangents)
+    given = [t for t in tangents if t is not None]
+    refused = next((t for t in given if isinstance(t, _Refused)), None)
+    if refused is None:
+        try:
+            return push_forward(operation, args, mask, given)
+        except TapeError:
+            raise
+        except Exception as error:
+            refused = _Refused(str(error))
+    outs = operation(*args)
+    return outs, [refused if jnp.issubdtype(out.dtype, jnp.inexact) else None for out in outs]
 
 
 def _tangent(primal: Any, direction: Any) -> Any:

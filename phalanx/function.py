@@ -23,6 +23,7 @@ import jax
 import numpy as np
 
 from phalanx import _jax, state
+from phalanx._checks import check_flag
 from phalanx._launch import Compiled, Launch
 from phalanx._signature import Call, Signature, describe, identities
 from phalanx._traced import Traced, trace
@@ -65,8 +66,7 @@ def run_functions_eagerly(run_eagerly: bool) -> None:
         >>> px.run_functions_eagerly(True)
         >>> px.run_functions_eagerly(False)
     """
-    if not isinstance(run_eagerly, bool):
-        raise ArgumentTypeError(f"run_functions_eagerly takes True or False, got {run_eagerly!r}.")
+    check_flag(run_eagerly, "run_functions_eagerly")
     _Settings.eager = run_eagerly
 
 
@@ -83,8 +83,7 @@ def strict(on: bool = True) -> None:
         >>> px.strict(True)
         >>> px.strict(False)
     """
-    if not isinstance(on, bool):
-        raise ArgumentTypeError(f"strict takes True or False, got {on!r}.")
+    check_flag(on, "strict")
     _Settings.strict = on
 
 
@@ -203,6 +202,8 @@ class Function(Generic[P, R]):
         self._signature = Signature(fn, static_argnames, input_signature, reduce_retracing, 1 if instance else 0)
         self.__signature__ = self._signature.of_calls
         self._traces: dict[Hashable, ConcreteFunction] = {}
+        self._watches: dict[Hashable, list[Any]] = {}
+        """What notices that an object in the key of a trace is gone."""
         self._history: collections.deque[tuple[Call, tuple[Hashable, ...]]] = collections.deque(maxlen=_REMEMBERED)
         self._kinds = 0
         """How many traces were kept, some for objects that are gone; the last of them are in the history."""
@@ -303,7 +304,8 @@ class Function(Generic[P, R]):
         self._traces[key] = concrete
         self._warn_of_storm()
         for identity in known:
-            identity.on_death(functools.partial(_forget, weakref.ref(self), key))
+            watch = identity.watch(functools.partial(_forget, weakref.ref(self), key))
+            self._watches.setdefault(key, []).append(watch)
         return concrete
 
     def _trace(self, call: Call) -> Traced:
@@ -439,6 +441,7 @@ def _forget(owner: weakref.ref[Any], key: Hashable) -> None:
     function = owner()
     if function is not None:
         function._traces.pop(key, None)
+        function._watches.pop(key, None)
 
 
 def _examples(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -553,11 +556,16 @@ def function(
 
     Semantics follow ``tf.function`` (TensorFlow 2.21); see docs/differences.md.
     """
-    names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
-    if not all(isinstance(n, str) for n in names):
-        raise ArgumentTypeError(f"static_argnames must be names of arguments, got {static_argnames!r}.")
+    check_flag(donate, "px.function: donate")
+    check_flag(reduce_retracing, "px.function: reduce_retracing")
+    names = (static_argnames,) if isinstance(static_argnames, str) else static_argnames
+    if not isinstance(names, (tuple, list)) or not all(isinstance(n, str) for n in names):
+        raise ArgumentTypeError(f"static_argnames must be names of arguments, got {static_argnames!r:.60}.")
+    names = tuple(names)
     if input_signature is not None and not isinstance(input_signature, (list, tuple)):
-        raise ArgumentTypeError(f"input_signature must be a list with one entry per argument, got {input_signature!r}.")
+        raise ArgumentTypeError(
+            f"input_signature must be a list with one entry per argument, got {input_signature!r:.60}."
+        )
     if input_signature is not None and names:
         raise ArgumentError("input_signature and static_argnames cannot be combined.")
 

@@ -91,7 +91,9 @@ class Optimizer:
         """
         variables = _checked_variables(variables, "build")
         if self._updated and set(variables) != set(self._updated):
-            raise ArgumentError("Optimizer: it was built for other variables. Use one optimizer for each set of variables.")
+            raise ArgumentError(
+                "Optimizer: it was built for other variables. Use one optimizer for each set of variables."
+            )
         if self._updated or not variables:
             return
         if any(v._stored is None for v in variables):  # born in the trace that is running
@@ -164,7 +166,9 @@ class Optimizer:
     def _warn_of_missing(self, missing: list[Variable], some_left: bool) -> None:
         if missing and not some_left:
             raise ArgumentError(
-                "apply_gradients: no gradient at all, for " + ", ".join(v.label for v in missing) + ". Was the loss computed"
+                "apply_gradients: no gradient at all, for "
+                + ", ".join(v.label for v in missing)
+                + ". Was the loss computed"
                 " inside the tape, from these variables, without stop_gradient or a cast to integers?"
             )
         new = [v for v in missing if v not in self._warned]
@@ -228,10 +232,11 @@ class Optimizer:
         return f"Optimizer({built})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k != "_update_now"}
+        return {k: getattr(self, k) for k in self.__slots__ if k not in ("__weakref__", "_update_now")}
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
-        self.__dict__.update(kept)
+        for k, v in kept.items():
+            setattr(self, k, v)
         self._update_now = function(self._update)
 
 

@@ -21,9 +21,7 @@ from phalanx.variables import Variable, to_host
 _STEPS = 3
 
 
-def self_check(
-    step: Callable[..., Any], batches: Iterable[Any], *, rtol: float = 1e-4, atol: float = 1e-5
-) -> str:
+def self_check(step: Callable[..., Any], batches: Iterable[Any], *, rtol: float = 1e-4, atol: float = 1e-5) -> str:
     """Run three steps on one replica and on all of them, and compare every variable.
 
     What the step creates or adopts (an optimizer's state, a model made outside the scope) is made by one
@@ -40,7 +38,7 @@ def self_check(
         All variables of the strategy are left as they were.
 
     Raises:
-        ArgumentError: when there is no batch, or none with per-replica rows.
+        ArgumentError: when there is no batch, or none with per-replica rows, or for a wrong tolerance.
         ArgumentTypeError: when `step` is no function or `batches` cannot be iterated.
         StrategyError: inside a traced function, a replica or a tape.
 
@@ -57,6 +55,10 @@ def self_check(
     """
     if not state.top().is_eager or state.top() is not state.top().base or state.context().in_replica:
         raise StrategyError("self_check must be called outside traced functions, replicas and tapes.")
+    for value, label in ((rtol, "rtol"), (atol, "atol")):
+        if isinstance(value, bool) or not isinstance(value, (int, float, np.number)) or not value >= 0:
+            raise ArgumentError(f"self_check: {label} must be a number from 0 on, got {value!r:.60}.")
+    rtol, atol = float(rtol), float(atol)
     elements = _elements(step, batches)
     parts = [leaf for leaf in jax.tree.leaves(elements, is_leaf=is_per_replica) if is_per_replica(leaf)]
     strategy: Strategy = parts[0].strategy

@@ -9,107 +9,24 @@ from __future__ import annotations
 
 import functools
 import itertools
-import threading
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 
 from phalanx import _jax, state
+from phalanx._checks import as_array, check_choice, check_flag, take_apart
 from phalanx._identities import Identities
-from phalanx._linearize import Linearized, linearize, pull_again
+from phalanx._linearize import Pull, linearize, pull_again
+from phalanx._open_tape import OpenTape
 from phalanx.errors import ArgumentError, ArgumentTypeError, TapeError
 from phalanx.variables import Component, Variable
 
 Unconnected = Literal["none", "zero"]
-
-
-class OpenTape(ABC):
-    """A place on the frame stack and among JAX's traces; may be left in any order."""
-
-    active = False
-    recording = True
-
-    def open(self) -> None:
-        """Record the operations of this thread from now on."""
-        self.active = self.recording = True
-        self._thread = threading.get_ident()
-        _drop_closed()
-        self._trace = _jax.observe_operations(self)
-        self._frame = state.TapeFrame(state.top(), self)
-        state.set_top(self._frame)
-
-    def close(self) -> None:
-        """Stop recording. A tape that others were opened on top of stays, silent, until they close."""
-        if not self.active:
-            return
-        self.active = False
-        # The trace and the frame may outlive the tape; without these references it is freed at once.
-        self._trace.observer = None
-        self._frame.tape = _SILENT
-        del self._trace, self._frame
-        if threading.get_ident() == self._thread:  # a generator may be closed by another thread than it ran in
-            _drop_closed()
-
-    @contextmanager
-    def silenced(self) -> Iterator[None]:
-        """Operations in the block go to what lies below the tape."""
-        if not self.active:
-            yield
-            return
-        with _jax.using_trace(self._trace.parent_trace):
-            yield
-
-    # Called by the trace and the frame.
-
-    @abstractmethod
-    def wants(self, args: Sequence[Any]) -> bool:
-        """Whether an operation on these values is to be recorded."""
-
-    @abstractmethod
-    def observe(self, operation: _jax.Operation, args: list[Any]) -> list[Any]:
-        """Run the operation and record it."""
-
-    def lifts(self, variable: Any) -> bool:
-        """Whether `on_read` gives a value typed as varying in a replica."""
-        return False
-
-    @property
-    def key(self) -> Hashable:
-        """Equal for tapes that lift the same variables."""
-        return None
-
-    @abstractmethod
-    def on_read(self, variable: Any, value: Any) -> Any:
-        """A variable was read as `value`; the value to go on with."""
-
-
-class _Silent:
-    """Stands in for a closed tape in frames that outlive it."""
-
-    key = None
-
-    def lifts(self, variable: Any) -> bool:
-        return False
-
-    def on_read(self, variable: Any, value: Any) -> Any:
-        return value
-
-
-_SILENT = _Silent()
-
-
-def _drop_closed() -> None:
-    _jax.close_traces()
-    frame: Any = state.top()
-    while isinstance(frame, state.TapeFrame) and frame.tape is _SILENT:
-        frame = frame.parent
-    state.set_top(frame)
 
 
 class GradientTape(OpenTape):
@@ -139,8 +56,7 @@ class GradientTape(OpenTape):
     def __init__(self, persistent: bool = False, watch_accessed_variables: bool = True) -> None:
         super().__init__()
         for value, label in ((persistent, "persistent"), (watch_accessed_variables, "watch_accessed_variables")):
-            if not isinstance(value, bool):
-                raise ArgumentTypeError(f"GradientTape: {label} must be True or False, got {value!r}.")
+            check_flag(value, f"GradientTape: {label}")
         self._persistent = persistent
         self._watch_variables = watch_accessed_variables
         self._used = False
@@ -179,7 +95,7 @@ class GradientTape(OpenTape):
         """
         if not self.active:
             raise TapeError("watch was called on a tape that is not recording; call it inside the `with` block.")
-        for leaf in jax.tree.leaves(value, is_leaf=_is_source):
+        for leaf in take_apart(value, "watch", _is_source)[0]:
             if isinstance(leaf, Variable):
                 self._variables.setdefault(leaf, [])
                 state.renew_bodies()
@@ -237,17 +153,16 @@ class GradientTape(OpenTape):
     def observe(self, operation: _jax.Operation, args: list[Any]) -> list[Any]:
         sources = [self._known.get(x) for x in args]
         mask = tuple(number is not None for number in sources)
-        outs, linearized = linearize(operation, args, mask)
-        outs = list(outs)
-        numbers = []
-        for position in linearized.connected:
+        outs, connected, pull = linearize(operation, args, mask)
+        outs, numbers = list(outs), []
+        for position in connected:
             out = outs[position]
             if out in self._known or any(out is x for x in args):
                 outs[position] = out = _jax.alias(out)
             numbers.append(self._number(out))
         if numbers:
-            again = (operation, args, mask) if self._persistent else None
-            self._records.append(_Record(linearized, [n for n in sources if n is not None], numbers, again))
+            again = functools.partial(pull_again, operation, args, mask) if self._persistent else None
+            self._records.append(_Record([n for n in sources if n is not None], numbers, pull, again))
         return outs
 
     def _number(self, value: Any) -> int:
@@ -278,13 +193,12 @@ class GradientTape(OpenTape):
         seen = self._variables.setdefault(variable, [])
         if seen and seen[-1][0] is value:
             return seen[-1][1]
-        fresh = value
         with self.silenced():
             if _jax.in_replica_trace() and not _jax.varies(value):
                 # Typed as varying, or JAX would give the gradient summed over the replicas.
                 fresh = _jax.lift(value)
-            elif value in self._known:
-                # The array has a history or another owner: the variable is where its gradient ends.
+            else:
+                # The array may have a history or another owner: the variable is where its gradient ends.
                 fresh = _jax.alias(value)
         seen.append((value, fresh))
         self._number(fresh)
@@ -332,9 +246,7 @@ class GradientTape(OpenTape):
             grads = [_finish(g, s, unconnected_gradients) for g, s in zip(grads, leaves)]
         return jax.tree.unflatten(structure, grads)
 
-    def jacobian(
-        self, target: jax.Array, sources: Any, unconnected_gradients: Unconnected = "none"
-    ) -> Any:
+    def jacobian(self, target: jax.Array, sources: Any, unconnected_gradients: Unconnected = "none") -> Any:
         """All first derivatives: for each source an array of shape ``target.shape + source.shape``.
 
         Args:
@@ -357,7 +269,7 @@ class GradientTape(OpenTape):
         (array,) = self._single(target, "jacobian")
         leaves, structure = _sources(sources)
         with self._differentiating():
-            basis = jnp.eye(array.size, dtype=array.dtype).reshape(array.size, *array.shape)
+            basis = _unit_vectors(array.size, array).reshape(array.size, *array.shape)
             rows = self._batched_backward(array, basis, leaves)
             full = [None if r is None else r.reshape(*array.shape, *_shape(s)) for r, s in zip(rows, leaves)]
             grads = [_finish(g, s, unconnected_gradients, array.shape) for g, s in zip(full, leaves)]
@@ -380,7 +292,9 @@ class GradientTape(OpenTape):
         check_unconnected(unconnected_gradients)
         (array,) = self._single(target, "batch_jacobian")
         leaves, _ = _sources(source)
-        shape = _shape(leaves[0]) if len(leaves) == 1 else None
+        if len(leaves) != 1:
+            raise ArgumentError(f"batch_jacobian takes one source, got a structure of {len(leaves)}.")
+        shape = _shape(leaves[0])
         if not shape or not array.ndim or array.shape[0] != shape[0]:
             raise ArgumentError(
                 "batch_jacobian: target and source need the same first dimension, got shapes"
@@ -388,7 +302,7 @@ class GradientTape(OpenTape):
             )
         with self._differentiating():
             row = array.size // array.shape[0] if array.shape[0] else 1
-            basis = jnp.eye(row, dtype=array.dtype).reshape(row, 1, *array.shape[1:])
+            basis = _unit_vectors(row, array).reshape(row, 1, *array.shape[1:])
             basis = jnp.broadcast_to(basis, (row, *array.shape))
             (rows,) = self._batched_backward(array, basis, leaves)
             if rows is not None:
@@ -397,21 +311,15 @@ class GradientTape(OpenTape):
             return rows if rows is not None or unconnected_gradients == "none" else jnp.zeros(full, array.dtype)
 
     def _targets(self, target: Any) -> list[Any]:
-        return [self._target(leaf) for leaf in jax.tree.leaves(target, is_leaf=_is_source)]
+        leaves, _ = take_apart(target, "target", _is_source)
+        if not leaves:
+            raise ArgumentTypeError(f"target holds no array to differentiate, got {target!r:.60}.")
+        return [self._target(leaf) for leaf in leaves]
 
     def _target(self, leaf: Any) -> Any:
-        if _jax.is_leaked(leaf):
-            raise TapeError(
-                "the target of a gradient belongs to a traced function or a replica that is over. Ask for the gradient"
-                " where the target is computed, and return it."
-            )
+        _check_leaf("target", leaf, "an array that the tape recorded")
         if isinstance(leaf, jax.Array):
             return leaf
-        if not _is_source(leaf):
-            raise ArgumentTypeError(
-                f"the target of a gradient must be an array that the tape recorded, got {type(leaf).__name__}"
-                f" {leaf!r:.60}."
-            )
         # A watched variable is its own target also when it is read now, after the tape was closed.
         variable = leaf.container if isinstance(leaf, Component) else leaf
         return self._watched(variable, variable.value) if variable in self._variables else variable.value
@@ -460,8 +368,8 @@ class GradientTape(OpenTape):
                 continue
             cts = [cotangents.get(n) if n in wanted else cotangents.pop(n, None) for n in record.outs]
             known_zero = all(ct is None for ct in cts)
-            pulled = [None] * len(record.sources) if known_zero else record.pull(cts, self.active and self.recording)
-            for number, ct in zip(record.sources, pulled):
+            pull = record.again if record.again and self.active and self.recording else record.pull
+            for number, ct in zip(record.sources, [None] * len(record.sources) if known_zero else pull(cts)):
                 _accumulate(cotangents, number, ct)
         return [self._total(source, cotangents, group) for source, group in zip(sources, numbers)]
 
@@ -486,28 +394,14 @@ class GradientTape(OpenTape):
 _numbers = itertools.count()
 
 
-Again = tuple[_jax.Operation, list[Any], tuple[bool, ...]]
-"""An operation, its arguments, and which of them are watched."""
-
-
-class _Record:
+class _Record(NamedTuple):
     """One operation: how cotangents of its outputs become cotangents of its watched inputs."""
 
-    __slots__ = ("_again", "_linearized", "outs", "sources")
-
-    def __init__(self, linearized: Linearized, sources: list[int], outs: list[int], again: Again | None) -> None:
-        self._linearized = linearized
-        self._again = again
-        self.sources = sources
-        self.outs = outs
-
-    def pull(self, cotangents: list[Any], again: bool) -> list[Any]:
-        """Cotangents of the sources; computed `again` from them where the tape records this very computation."""
-        if not again:
-            return self._linearized.pull(cotangents)
-        assert self._again is not None, "kept by persistent tapes, which alone record this"
-        operation, args, mask = self._again
-        return pull_again(operation, args, mask, cotangents)
+    sources: list[int]
+    outs: list[int]
+    pull: Pull
+    again: Pull | None
+    """The same as a computation that can itself be recorded (for persistent tapes)."""
 
 
 def _accumulate(cotangents: dict[int, Any], number: int, ct: Any) -> None:
@@ -527,14 +421,25 @@ def _is_source(value: Any) -> bool:
     return isinstance(value, (Variable, Component))
 
 
+def _check_leaf(argument: str, leaf: Any, wanted: str) -> None:
+    if _jax.is_leaked(leaf):
+        raise TapeError(
+            f"{argument} holds a value of a traced function or a replica that is over. Ask for the gradient where the"
+            " value is computed, and return it."
+        )
+    if not (isinstance(leaf, jax.Array) or _is_source(leaf)):
+        raise ArgumentTypeError(
+            f"{argument} must be {wanted}, or a pytree of them, got {type(leaf).__name__} {leaf!r:.60}. Arrays of NumPy"
+            " and numbers take part as jnp.asarray(value): watch that, and compute with it."
+        )
+
+
 def _sources(sources: Any) -> tuple[list[Any], Any]:
-    leaves, structure = jax.tree.flatten(sources, is_leaf=_is_source)
+    if sources is None:
+        raise ArgumentTypeError("sources must be variables or arrays, got None.")
+    leaves, structure = take_apart(sources, "sources", _is_source)
     for leaf in leaves:
-        if not isinstance(leaf, (jax.Array, Variable, Component)):
-            raise ArgumentTypeError(
-                f"a source of a gradient must be a variable or a jax array, got {type(leaf).__name__} {leaf!r:.60}."
-                " Watch jnp.asarray(value) and use that array in the computation."
-            )
+        _check_leaf("sources", leaf, "a variable or a jax array that was watched")
     return leaves, structure
 
 
@@ -546,13 +451,22 @@ def _seeds(targets: list[Any], target: Any, output_gradients: Any) -> list[Any]:
         given = structure.flatten_up_to(output_gradients)
     except (ValueError, TypeError) as error:
         raise ArgumentError(f"output_gradients must have the structure of the target, {structure}.") from error
-    seeds: list[Any] = []
-    for t, g in zip(targets, given):
-        seed = jnp.ones(t.shape, t.dtype) if g is None else jnp.asarray(g.value if _is_source(g) else g)
-        if seed.shape != t.shape:
-            raise ArgumentError(f"output_gradients: got shape {seed.shape} for a target of shape {t.shape}.")
-        seeds.append(seed.astype(t.dtype) if _differentiable(t) else None)
-    return seeds
+    return [_seed(t, g) if _differentiable(t) else None for t, g in zip(targets, given)]
+
+
+def _seed(target: Any, given: Any) -> Any:
+    if given is None:
+        return jnp.ones(target.shape, target.dtype)
+    seed = as_array(given, "output_gradients")
+    if seed.shape != target.shape:
+        raise ArgumentError(f"output_gradients has shape {seed.shape} for a target of shape {target.shape}.")
+    if jnp.iscomplexobj(seed) and not jnp.iscomplexobj(target):
+        raise ArgumentError(f"output_gradients has dtype {seed.dtype} for a target of dtype {target.dtype}.")
+    return seed.astype(target.dtype)
+
+
+def _unit_vectors(n: int, target: Any) -> Any:
+    return jnp.eye(n, dtype=target.dtype if _differentiable(target) else None)
 
 
 def _shape(source: Any) -> tuple[int, ...]:
@@ -561,8 +475,7 @@ def _shape(source: Any) -> tuple[int, ...]:
 
 def check_unconnected(option: Any) -> None:
     """Raise unless it is one of the two ways to answer for what has no gradient."""
-    if option not in ("none", "zero"):
-        raise ArgumentError(f"unconnected_gradients must be 'none' or 'zero', got {option!r}.")
+    check_choice(option, "unconnected_gradients", get_args(Unconnected))
 
 
 def _finish(grad: Any, source: Any, unconnected: Unconnected, prefix: Sequence[int] = ()) -> Any:

@@ -12,6 +12,8 @@ from jax.typing import ArrayLike, DTypeLike
 
 from phalanx import _jax, state
 from phalanx._as_array import AsArray
+from phalanx._checks import as_array, check_choice, is_numeric, take_apart
+from phalanx._explain import leaked
 from phalanx.errors import (
     AggregationRequiredError,
     ArgumentError,
@@ -89,7 +91,9 @@ class Variable(AsArray):
         value = self._initial(initial_value, dtype)
         self.shape: tuple[int, ...] = tuple(value.shape)
         self.dtype: np.dtype[Any] = value.dtype
-        if aggregation == "mean" and not jnp.issubdtype(self.dtype, jnp.inexact) or aggregation == "sum" and is_key(value):
+        if (aggregation == "mean" and not jnp.issubdtype(self.dtype, jnp.inexact)) or (
+            aggregation == "sum" and is_key(value)
+        ):
             raise ArgumentError(
                 f"{self.label}: aggregation={aggregation!r} cannot merge values of dtype {self.dtype}. Use"
                 " 'only_first_replica'" + ("." if is_key(value) else ", 'sum', or dtype='float32'.")
@@ -102,14 +106,13 @@ class Variable(AsArray):
             (synchronization, "synchronization", get_args(Synchronization)),
             (aggregation, "aggregation", get_args(Aggregation)),
         ):
-            if given not in known:
-                raise ArgumentError(f"{label} must be one of {', '.join(map(repr, known))}, got {given!r}.")
+            check_choice(given, label, known)
         if trainable is not None and not isinstance(trainable, bool):
-            raise ArgumentTypeError(f"trainable must be True, False or None, got {trainable!r}.")
+            raise ArgumentTypeError(f"trainable must be True, False or None, got {trainable!r:.60}.")
         if name is not None and not isinstance(name, str):
-            raise ArgumentTypeError(f"name must be a string, got {name!r}.")
+            raise ArgumentTypeError(f"name must be a string, got {name!r:.60}.")
         if constraint is not None and not callable(constraint):
-            raise ArgumentTypeError(f"constraint must be a function from array to array, got {constraint!r}.")
+            raise ArgumentTypeError(f"constraint must be a function from array to array, got {constraint!r:.60}.")
 
     def _initial(self, initial_value: Any, dtype: Any) -> jax.Array:
         if callable(initial_value) and not isinstance(initial_value, Variable):
@@ -118,10 +121,7 @@ class Variable(AsArray):
         if isinstance(initial_value, Variable):
             initial_value = initial_value.value
         if dtype is not None:
-            try:
-                dtype = jnp.dtype(dtype)
-            except TypeError as error:
-                raise ArgumentTypeError(f"{self.label}: {dtype!r} is not a dtype.") from error
+            dtype = self._as_dtype(dtype)
         if _jax.is_tracer(initial_value):
             if state.top().base.is_eager:
                 raise VariableCreationError(
@@ -139,6 +139,17 @@ class Variable(AsArray):
                 dtype = jnp.result_type(weak_type_of(array.dtype))
             # A copy: on a CPU JAX may share memory with NumPy, whose owner can write to it.
             return jnp.array(array, dtype)
+
+    def _as_dtype(self, dtype: Any) -> np.dtype[Any]:
+        if isinstance(dtype, type) and dtype in (bool, int, float, complex):
+            return jnp.result_type(dtype)
+        try:
+            found = jnp.dtype(dtype)
+        except Exception as error:  # NumPy raises whatever it stumbles over
+            raise ArgumentTypeError(f"{self.label}: {dtype!r:.60} is not a dtype.") from error
+        if not is_numeric(found):
+            raise ArgumentTypeError(f"{self.label}: a variable cannot have dtype {found}, which is not numeric.")
+        return found
 
     # ---- reading ----
 
@@ -238,6 +249,8 @@ class Variable(AsArray):
             return value
         if isinstance(value, (Variable, Component)):
             value = value.value
+        if _jax.is_leaked(value):
+            raise leaked(f"{self.label}, assigned at {_jax.user_line()}")
         array = to_array(self.label, "value", value)
         if tuple(array.shape) != self.shape:
             raise AssignmentError(
@@ -350,9 +363,7 @@ class Component(AsArray):
 
     def __eq__(self, other: object) -> bool:
         return (
-            isinstance(other, Component)
-            and other.container is self.container
-            and other.replica_id == self.replica_id
+            isinstance(other, Component) and other.container is self.container and other.replica_id == self.replica_id
         )
 
     def __ne__(self, other: object) -> bool:
@@ -391,7 +402,7 @@ class _IndexedUpdate:
             return getattr(array.at[self._index], method)(values)
         except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):  # about tracing
             raise
-        except (TypeError, ValueError, IndexError) as error:
+        except (TypeError, ValueError, IndexError, OverflowError) as error:
             raise AssignmentError(
                 f"{label} has shape {self._variable.shape}, and at[{self._index!r:.60}].{method} with a value of shape"
                 f" {tuple(values.shape)} does not fit, at {_jax.user_line()}: {_reason(error)}"
@@ -451,19 +462,22 @@ def to_array(label: str, argument: str, value: Any) -> Any:
     """`value` as a JAX or NumPy array, or an error that names the argument."""
     if isinstance(value, (Variable, Component)):
         return value.value
+    if _jax.is_leaked(value):
+        raise leaked(f"{label}: {argument}, at {_jax.user_line()}")
     if isinstance(value, (jax.Array, np.ndarray, np.generic)):
-        if not isinstance(value, jax.Array) and value.dtype.kind not in "biufcV":
+        if not isinstance(value, jax.Array) and not is_numeric(value.dtype):
             raise ArgumentTypeError(f"{label}: {argument} must be numeric, got an array of dtype {value.dtype}.")
         return value
-    if any(_jax.is_tracer(leaf) or isinstance(leaf, Variable) for leaf in jax.tree.leaves(value)):
-        return jnp.asarray(value)
+    leaves, _ = take_apart(value, f"{label}: {argument}")
+    if any(_jax.is_tracer(leaf) or isinstance(leaf, Variable) for leaf in leaves):
+        return as_array(value, f"{label}: {argument}")
     try:
         array = np.asarray(value)
     except Exception as error:
         raise ArgumentError(f"{label}: {argument} is not an array: {_reason(error)}") from error
     if array.dtype.kind == "O" and isinstance(value, int):
         raise ArgumentError(f"{label}: {argument} is an int of {value.bit_length()} bits, too large for any dtype.")
-    if array.dtype.kind not in "biufcV" or array.dtype == np.dtype("V"):
+    if not is_numeric(array.dtype):
         raise ArgumentTypeError(f"{label}: {argument} must be numeric, got {type(value).__name__} {value!r:.60}.")
     return array
 
@@ -520,7 +534,7 @@ def check_kind(label: str, found: Any, wanted: Any, exact: bool = False) -> None
 
 
 def _is_strong(array: Any) -> bool:
-    return isinstance(array, jax.Array) and not array.weak_type
+    return isinstance(array, jax.Array) and not getattr(array, "weak_type", False)
 
 
 def weak_type_of(dtype: Any) -> Any:

@@ -174,7 +174,9 @@ def test_components_without_an_aggregation_have_no_single_value(strategy, call):
     if strategy.num_replicas == 1:
         assert float(call(lambda: v.value)) == START
         return
-    with pytest.raises(AggregationRequiredError, match=f"'v' has {strategy.num_replicas} components and no aggregation"):
+    with pytest.raises(
+        AggregationRequiredError, match=f"'v' has {strategy.num_replicas} components and no aggregation"
+    ):
         call(lambda: v.value)
     assert components(v) == [START] * strategy.num_replicas
 

@@ -90,4 +90,4 @@ def test_an_unknown_workload_is_named_together_with_the_known_ones(monkeypatch, 
     monkeypatch.setattr(sys, "argv", ["benchmarks", "steps"])
     with pytest.raises(SystemExit):
         main()
-    assert "unknown: steps; there are eager, step, dispatch, tracing, loop, importing" in capsys.readouterr().err
+    assert f"unknown: steps; there are {', '.join(harness.WORKLOADS)}" in capsys.readouterr().err

@@ -64,6 +64,7 @@ def test_a_callback_that_assigns_or_calls_a_traced_function_is_refused(place):
     v, w = variable(1.0), variable(5.0)
     double = px.function(lambda: w.assign(2 * w.value).value)
     for forbidden in (lambda: w.assign(2.0).value, double):
+
         def update(forbidden=forbidden):
             v.assign_add(call(lambda x: forbidden(), v.value))
 

@@ -134,14 +134,18 @@ def test_a_model_of_one_strategy_is_refused_by_name_under_another():
     model.train(x, y, 1)
     before = [np.asarray(v) for v in (model.w, *model.optimizer.variables)]
     model.strategy = second
-    with pytest.raises(StrategyError, match=r"Variable 'w' belongs to Mirrored\(cpu:0-1\) and is read under Mirrored\(cpu:2-3\)"):
+    with pytest.raises(
+        StrategyError, match=r"Variable 'w' belongs to Mirrored\(cpu:0-1\) and is read under Mirrored\(cpu:2-3\)"
+    ):
         model.train(x, y, 1)
     model.strategy = first
     for a, v in zip(before, (model.w, *model.optimizer.variables)):
         np.testing.assert_array_equal(a, v.numpy())
     with second.scope():
         moved = copy.deepcopy((model.w, model.b, model.optimizer))
-    assert all(v.strategy is second for v in (*moved[:2], *moved[2].variables)), "a copy made in its scope is the way over"
+    assert all(v.strategy is second for v in (*moved[:2], *moved[2].variables)), (
+        "a copy made in its scope is the way over"
+    )
     model.w, model.b, model.optimizer = moved
     model.strategy = second
     model.train(x, y, 1)
@@ -174,7 +178,10 @@ def test_the_three_ways_of_assigning_in_a_replica(strategy):
 
 @pytest.mark.parametrize("kind", ["own", "sum"])
 def test_gradients_accumulated_by_hand_are_those_of_the_large_batch(strategy, kind):
-    options = {"own": {"synchronization": "on_read", "aggregation": "sum"}, "sum": {"aggregation": "sum", "trainable": False}}[kind]
+    options = {
+        "own": {"synchronization": "on_read", "aggregation": "sum"},
+        "sum": {"aggregation": "sum", "trainable": False},
+    }[kind]
     with strategy.scope():
         w = px.Variable(np.ones(3, np.float32))
         acc = px.Variable(np.zeros(3, np.float32), **options)
@@ -231,7 +238,9 @@ class OnlyOn:
         assert new, "there is something to check"
 
 
-@pytest.mark.parametrize("make", [lambda d: px.Mirrored(d[2:4]), lambda d: px.OneDevice(d[3])], ids=["mirrored", "one_device"])
+@pytest.mark.parametrize(
+    "make", [lambda d: px.Mirrored(d[2:4]), lambda d: px.OneDevice(d[3])], ids=["mirrored", "one_device"]
+)
 def test_nothing_is_put_on_devices_that_the_strategy_does_not_use(make):
     strategy = make(jax.devices())
     only = OnlyOn(strategy.devices)
@@ -336,7 +345,9 @@ def test_no_gradient_at_all_names_likely_causes(strategy):
 
     for wrong in (outside_the_tape, stopped, cast):
         for run in (lambda f: f(), strategy.run):
-            with pytest.raises(ArgumentError, match=r"no gradient at all, for Variable 'w'\. Was the loss computed inside the tape"):
+            with pytest.raises(
+                ArgumentError, match=r"no gradient at all, for Variable 'w'\. Was the loss computed inside the tape"
+            ):
                 run(lambda: optimizer.apply_gradients([(wrong(), w)]))
     assert w.numpy().tolist() == [1.0, 2.0]
 

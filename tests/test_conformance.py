@@ -162,6 +162,7 @@ TABLE: dict[str, Example] = {
     ),
     "get_strategy": Example(lambda b: px.get_strategy().num_replicas, lambda n, place: n if place in ("replica", "merge") else 1),
     "in_cross_replica_context": Example(lambda b: px.in_cross_replica_context(), lambda n, place: place == "merge"),
+    "progress": Example(lambda b: sum(px.progress([1, 2])), always(3)),
     "run_functions_eagerly": Example(settings, always(None)),
     "scan": Example(scan, always(4.0)),
     "self_check": Example(self_check, always("equal"), ("eager",)),
@@ -211,7 +212,9 @@ def cause(name: str, strategy: px.Strategy) -> None:
     parts = strategy.distribute_values_from_function(lambda context: np.ones(2, np.float32))
     double = px.function(lambda x: 2 * x)
     causes: dict[str, Callable[[], Any]] = {
-        "AggregationRequiredError": lambda: strategy.run(lambda: v.assign(v.value * px.get_replica_context().replica_id)),
+        "AggregationRequiredError": lambda: strategy.run(
+            lambda: v.assign(v.value * px.get_replica_context().replica_id)
+        ),
         "ArgumentError": lambda: px.Variable(1.0, aggregation="average"),
         "ArgumentTypeError": lambda: px.GradientTape(persistent=1),
         "AssignmentError": lambda: v.assign(jnp.ones(3)),

@@ -84,12 +84,12 @@ class State(NamedTuple):
 CASES = {
     "cond": lambda lax: lambda x: lax.cond(x[0] > 0, jnp.sin, jnp.cos, x),
     "cond, other branch": lambda lax: lambda x: lax.cond(x[0] > 9, jnp.sin, jnp.cos, x),
-    "cond with two operands": lambda lax: lambda x: lax.cond(
-        x[0] > 0, lambda a, b: {"s": a + b["k"]}, lambda a, b: {"s": a * 2}, x, {"k": x}
+    "cond with two operands": lambda lax: (
+        lambda x: lax.cond(x[0] > 0, lambda a, b: {"s": a + b["k"]}, lambda a, b: {"s": a * 2}, x, {"k": x})
     ),
     "while_loop": lambda lax: lambda x: lax.while_loop(lambda c: c[0] < 5, lambda c: (c[0] + 1, c[1] * 2), (0, x)),
-    "while_loop over a named tuple": lambda lax: lambda x: lax.while_loop(
-        lambda s: s.total.sum() < 50, lambda s: State(s.n + 1, s.total * 1.5), State(0, x)
+    "while_loop over a named tuple": lambda lax: (
+        lambda x: lax.while_loop(lambda s: s.total.sum() < 50, lambda s: State(s.n + 1, s.total * 1.5), State(0, x))
     ),
     "while_loop without a step": lambda lax: lambda x: lax.while_loop(lambda c: c.sum() < 0, lambda c: c + 1, x),
     "bool carry": lambda lax: lambda x: lax.while_loop(lambda c: c[0], lambda c: (c[1] < 3, c[1] + 1), (True, 0)),
@@ -99,19 +99,21 @@ CASES = {
     "scan, all unrolled": lambda lax: lambda x: lax.scan(lambda c, r: (c + r, c), 0.0, x, unroll=True),
     "scan without xs": lambda lax: lambda x: lax.scan(lambda c, _: (c * 2, c.sum()), x, None, length=4),
     "scan without a carry": lambda lax: lambda x: lax.scan(lambda _, r: (None, r * 2), None, x),
-    "scan over a pytree": lambda lax: lambda x: lax.scan(
-        lambda c, r: (c + r["a"], (r["b"], None)), 0.0, {"a": x, "b": (x > 1, x[:, None])}
+    "scan over a pytree": lambda lax: (
+        lambda x: lax.scan(lambda c, r: (c + r["a"], (r["b"], None)), 0.0, {"a": x, "b": (x > 1, x[:, None])})
     ),
     "scan of no rows": lambda lax: lambda x: lax.scan(lambda c, r: (c + r, c), 1.0, x[:0]),
     "scan of no steps": lambda lax: lambda x: lax.scan(lambda c, _: (c + 1, c), x, length=0),
     "bool results": lambda lax: lambda x: lax.scan(lambda c, r: (~c, r > 1), jnp.asarray(True), x),
-    "nested": lambda lax: lambda x: lax.scan(
-        lambda c, r: (
-            lax.while_loop(lambda k: k < 10, lambda k: k + r, c * 0) + c,
-            lax.cond(r > 1.5, lambda: lax.scan(lambda a, b: (a + b, None), 0.0, x)[0], lambda: -r),
-        ),
-        0.0,
-        x,
+    "nested": lambda lax: (
+        lambda x: lax.scan(
+            lambda c, r: (
+                lax.while_loop(lambda k: k < 10, lambda k: k + r, c * 0) + c,
+                lax.cond(r > 1.5, lambda: lax.scan(lambda a, b: (a + b, None), 0.0, x)[0], lambda: -r),
+            ),
+            0.0,
+            x,
+        )
     ),
 }
 
@@ -547,9 +549,11 @@ def test_gradients_of_what_bodies_read_are_jaxs(place, inside):
     def gradients(x):
         with px.GradientTape() as tape:
             tape.watch(x)
-            loss = loss_by_scan(px, lambda: (w.value, b.value), x) if inside else px.function(
-                functools.partial(loss_by_scan, px, lambda: (w.value, b.value))
-            )(x)
+            loss = (
+                loss_by_scan(px, lambda: (w.value, b.value), x)
+                if inside
+                else px.function(functools.partial(loss_by_scan, px, lambda: (w.value, b.value)))(x)
+            )
         return loss, tape.gradient(loss, [w, b, x])
 
     expected = jax.value_and_grad(lambda p: loss_by_scan(jax.lax, lambda: p[:2], p[2]))([w.value, b.value, XS])

@@ -75,13 +75,19 @@ def test_steps_between_eager_runs_reductions_and_reads():
             case 4:
                 model.running.assign(model.weights[0].sum() * 0.0)
             case 5:
-                model.optimizer.apply_gradients([(jnp.zeros((WIDTH, WIDTH)), model.weights[0]), (jnp.zeros((WIDTH, WIDTH)), model.weights[1])])
+                model.optimizer.apply_gradients(
+                    [(jnp.zeros((WIDTH, WIDTH)), model.weights[0]), (jnp.zeros((WIDTH, WIDTH)), model.weights[1])]
+                )
     model.check(60)
     assert all(np.isfinite(x) for x in losses)
 
 
 def test_two_strategies_on_overlapping_devices():
-    models = [Model(px.Mirrored(jax.devices()[:4])), Model(px.Mirrored(jax.devices()[2:6])), Model(px.OneDevice(jax.devices()[3]))]
+    models = [
+        Model(px.Mirrored(jax.devices()[:4])),
+        Model(px.Mirrored(jax.devices()[2:6])),
+        Model(px.OneDevice(jax.devices()[3])),
+    ]
     for _ in range(50):
         for model in models:
             model.step(model.batch)

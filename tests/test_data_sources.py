@@ -251,7 +251,7 @@ def test_what_is_no_source_is_refused(source):
         ({"prefetch": -1}, "prefetch must be an int from 0 on, got -1"),
         ({"seed": "a"}, "seed must be an int"),
         ({"remainder": "keep"}, "remainder must be one of 'auto', 'pad', 'drop', 'error', got 'keep'"),
-        ({"auto_shard": "file"}, "auto_shard must be 'data' or 'off', got 'file'"),
+        ({"auto_shard": "file"}, "auto_shard must be one of 'data', 'off', got 'file'"),
     ],
 )
 def test_options_are_checked_at_once(options, message):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import namedtuple
 
 import jax.numpy as jnp
 
@@ -89,3 +90,36 @@ def test_what_the_functions_close_over_is_let_go(strategy):
         gc.collect()
         assert [ref() for ref in refs] == [None] * 3
         assert len(calls) == 1
+
+
+def test_values_that_are_equal_but_compute_differently_are_different_programs() -> None:
+    ordered, reversed_ = namedtuple("ordered", "x y"), namedtuple("reversed_", "y x")
+    strategy = px.OneDevice()
+
+    def first(c):
+        return float(strategy.run(lambda: jnp.float32(c.x) * 1))
+
+    def inverse(z):
+        return float(strategy.run(lambda: 1 / jnp.float32(z)))
+
+    assert (first(ordered(1, 2)), first(reversed_(1, 2))) == (1.0, 2.0)
+    assert (inverse(0.0), inverse(-0.0)) == (float("inf"), float("-inf"))
+
+
+def test_static_arguments_of_other_types_are_different_programs() -> None:
+    @px.function(static_argnames="k")
+    def scale(x, k):
+        return x * k[0]
+
+    dtypes = [scale(jnp.int32(3), k).dtype.name for k in ((1,), (True,), (1.0,))]
+    assert (dtypes, scale.trace_count) == (["int32", "int32", "float32"], 3)
+    assert scale(jnp.int32(3), (float("nan"),)).dtype == scale(jnp.int32(3), (float("nan"),)).dtype
+    assert scale.trace_count == 4
+
+
+def test_programs_that_are_let_go_leave_no_watch_on_the_objects_they_used() -> None:
+    w, strategy = px.Variable(1.0), px.OneDevice()
+    before = len(weakref.getweakrefs(w))
+    for k in range(80):
+        strategy.run(lambda k=k: w * k)
+    assert len(weakref.getweakrefs(w)) - before <= 2 * 64 + 8

@@ -162,9 +162,12 @@ def test_an_exception_in_the_body_leaves_the_variables_as_they_were(strategy):
         v.assign(7.0)
         px.function(failing)(where)
 
-    ways = (px.function(failing), outer, lambda w: strategy.run(failing, args=(w,)), lambda w: px.function(
-        lambda: (v.assign(6.0), strategy.run(failing, args=(w,)))
-    )())
+    ways = (
+        px.function(failing),
+        outer,
+        lambda w: strategy.run(failing, args=(w,)),
+        lambda w: px.function(lambda: (v.assign(6.0), strategy.run(failing, args=(w,))))(),
+    )
     for call in ways:
         for where, error in (("before", KeyError), ("shape", ValueError), ("after", KeyError)):
             with pytest.raises(error):

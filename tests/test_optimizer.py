@@ -150,12 +150,19 @@ def test_a_constraint_that_fails_leaves_everything_as_it_was():
     def fails(x):
         raise ZeroDivisionError
 
-    for constraint, error in [(fails, ZeroDivisionError), (lambda x: x[None], AssignmentError), (lambda x: None, ArgumentTypeError)]:
+    for constraint, error in [
+        (fails, ZeroDivisionError),
+        (lambda x: x[None], AssignmentError),
+        (lambda x: None, ArgumentTypeError),
+    ]:
         second = px.Variable(1.0, name="second", constraint=constraint)
         optimizer = px.Optimizer(optax.adam(0.1))
         optimizer.build([first, second])
         before = values([first, second, *optimizer.variables])
-        for step in (optimizer.apply_gradients, px.function(lambda pairs: optimizer.apply_gradients([(1.0, first), (1.0, second)]))):
+        for step in (
+            optimizer.apply_gradients,
+            px.function(lambda pairs: optimizer.apply_gradients([(1.0, first), (1.0, second)])),
+        ):
             with pytest.raises(error):
                 step([(1.0, first), (1.0, second)])
         assert values([first, second, *optimizer.variables]) == before
@@ -250,7 +257,9 @@ def test_a_missing_gradient_leaves_the_variable_and_its_state_alone_and_is_named
         optimizer.apply_gradients([(1.0, used), (None, unused), (None, other)])
 
     step = px.function(step) if traced else step
-    with pytest.warns(UserWarning, match="does not depend on Variable 'unused', Variable 'other'; left as it is") as caught:
+    with pytest.warns(
+        UserWarning, match="does not depend on Variable 'unused', Variable 'other'; left as it is"
+    ) as caught:
         step()
     assert [w.filename for w in caught] == [__file__]
     with warnings.catch_warnings():
@@ -339,7 +348,9 @@ def test_summing_what_is_reduced_already_is_warned_of_once(two):
     with two.scope():
         w = px.Variable(0.0, name="w")
     optimizer = px.Optimizer(optax.sgd(1.0))
-    with pytest.warns(UserWarning, match=r"gradient of Variable 'w' is the same on all replicas and is summed to 2 times") as caught:
+    with pytest.warns(
+        UserWarning, match=r"gradient of Variable 'w' is the same on all replicas and is summed to 2 times"
+    ) as caught:
         two.run(lambda: optimizer.apply_gradients([(jnp.float32(1.0), w)]))
     assert [c.filename for c in caught] == [__file__]
     two.run(lambda: optimizer.apply_gradients([(jnp.float32(1.0), w)]))
@@ -350,7 +361,9 @@ def test_a_variable_with_an_aggregation_is_updated_once(strategy):
     with strategy.scope():
         variables = {a: px.Variable(0.0, aggregation=a) for a in ("none", "sum", "mean", "only_first_replica")}
     optimizer = px.Optimizer(optax.sgd(1.0))
-    strategy.run(lambda: optimizer.apply_gradients([(1.0 + replica_id(), v) for v in variables.values()], reduce="mean"))
+    strategy.run(
+        lambda: optimizer.apply_gradients([(1.0 + replica_id(), v) for v in variables.values()], reduce="mean")
+    )
     mean = float(np.mean([1.0 + i for i in range(strategy.num_replicas)]))
     assert {a: float(v) for a, v in variables.items()} == dict.fromkeys(variables, -mean)
 
@@ -366,7 +379,10 @@ def test_bucketed_and_single_reductions_give_the_same(strategy, monkeypatch):
         optimizer = px.Optimizer(optax.adam(0.1))
 
         def fn():
-            grads = [jnp.arange(v.size, dtype=v.dtype).reshape(v.shape) * (1 + replica_id()).astype(v.dtype) for v in variables]
+            grads = [
+                jnp.arange(v.size, dtype=v.dtype).reshape(v.shape) * (1 + replica_id()).astype(v.dtype)
+                for v in variables
+            ]
             optimizer.apply_gradients(zip(grads, variables))
 
         strategy.run(fn)
@@ -450,6 +466,7 @@ def test_a_captured_per_replica_gradient_is_refused_in_a_replica(two):
 
 # ---- what is refused -----------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize(
     ("pairs", "error", "words"),
     [
@@ -495,7 +512,9 @@ def test_unknown_variables_are_refused_by_name():
     v, new = px.Variable(1.0, name="v"), px.Variable(1.0, name="new")
     optimizer = px.Optimizer(optax.sgd(1.0))
     optimizer.apply_gradients([(1.0, v)])
-    with pytest.raises(ArgumentError, match=r"Variable 'new' was not among the variables.*optimizer\.build\(all_variables\)"):
+    with pytest.raises(
+        ArgumentError, match=r"Variable 'new' was not among the variables.*optimizer\.build\(all_variables\)"
+    ):
         optimizer.apply_gradients([(1.0, v), (1.0, new)])
     with pytest.raises(ArgumentError, match="it was built for other variables"):
         optimizer.build([v, new])
@@ -517,7 +536,9 @@ def test_what_an_optimizer_cannot_be_built_for(variables, error, words):
 
 @pytest.mark.parametrize("tx", [None, "adam", 0.1, optax.adam, object()])
 def test_only_optax_transformations_are_taken(tx):
-    with pytest.raises(ArgumentTypeError, match=r"Optimizer takes an optax transformation such as optax\.adam\(1e-3\), got"):
+    with pytest.raises(
+        ArgumentTypeError, match=r"Optimizer takes an optax transformation such as optax\.adam\(1e-3\), got"
+    ):
         px.Optimizer(tx)
 
 
@@ -533,7 +554,9 @@ def test_an_optimizer_of_another_strategy_is_refused_by_name(two):
     optimizer = px.Optimizer(optax.adam(1.0))
     two.run(lambda: optimizer.apply_gradients([(1.0 * replica_id(), w)]))
     other = px.Mirrored(jax.devices()[2:4])
-    with pytest.raises(StrategyError, match=r"Variable 'w' belongs to Mirrored\(cpu:0-1\) and is updated under Mirrored\(cpu:2-3\)"):
+    with pytest.raises(
+        StrategyError, match=r"Variable 'w' belongs to Mirrored\(cpu:0-1\) and is updated under Mirrored\(cpu:2-3\)"
+    ):
         other.run(lambda: optimizer.apply_gradients([(1.0 * replica_id(), w)]))
 
 

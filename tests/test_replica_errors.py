@@ -26,7 +26,9 @@ from phalanx.errors import (
     VariableWriteError,
 )
 
-JAX_WORDS = re.compile(r"out_specs|in_specs|manual ax|check_vma|pcast|pvary|shard_map inside|ShapedArray|replicat(ed|ion) (over|rule)")
+JAX_WORDS = re.compile(
+    r"out_specs|in_specs|manual ax|check_vma|pcast|pvary|shard_map inside|ShapedArray|replicat(ed|ion) (over|rule)"
+)
 
 
 @pytest.fixture
@@ -177,7 +179,9 @@ def test_what_differs_behind_the_back_of_its_type_is_found(two, v):
 
     for fn in (branch, switch, loop, fori, callback, pure_callback, in_a_jitted_helper, carried_by_a_scan,
                carried_by_a_loop, in_a_checkpoint):  # fmt: skip
-        refused(two, fn, ReplicaDivergenceError, "Variable 'v' is mirrored", f"assigned at {marked_line(fn)}", "may differ")
+        refused(
+            two, fn, ReplicaDivergenceError, "Variable 'v' is mirrored", f"assigned at {marked_line(fn)}", "may differ"
+        )
     assert [float(c) for c in v.components] == [0.0, 0.0]
 
 
@@ -242,20 +246,62 @@ def test_library_loops_on_values_that_differ_are_fine(two):
 # ---- JAX's loops and transformations -------------------------------------------------------------
 
 
-def test_loops_of_jax_that_mix_equal_and_differing_values_are_explained(two):
-    def scan():
-        jax.lax.scan(lambda c, x: (c + replica_id(), x), 0.0, jnp.arange(3.0))  # here
+def test_loops_of_jax_may_start_with_what_is_the_same_on_all_replicas(two):
+    rows = np.arange(12, dtype=np.float32).reshape(4, 3) / 10
 
-    def while_loop():
-        jax.lax.while_loop(lambda c: c < 3.0, lambda c: c + replica_id() + 1.0, 0.0)  # here
+    def recurrent(x):
+        return jax.lax.scan(lambda h, row: (jnp.tanh(h + row), h.sum()), jnp.zeros(3), x)
 
+    def loops(x):
+        counted = jax.lax.fori_loop(0, 3, lambda i, total: total + i * x.sum(), 0.0)
+        doubled = jax.lax.while_loop(lambda state: state[0] < 3, lambda s: (s[0] + 1, s[1] * 2 + x[0, 0]), (0, 1.0))
+        return recurrent(x), counted, doubled[1]
+
+    expected = [loops(rows[:2]), loops(rows[2:])]
+    found = two.run(loops, args=(two.split_rows(rows),))
+    for i in range(2):
+        mine = jax.tree.map(lambda p: p.values[i], found, is_leaf=lambda x: isinstance(x, px.PerReplica))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), mine, expected[i])
+
+
+def test_gradients_go_through_loops_that_start_the_same(strategy):
+    rows = np.arange(24, dtype=np.float32).reshape(8, 3) / 10
+    with strategy.scope():
+        w = px.Variable(np.eye(3, dtype=np.float32))
+
+    def gradient(x):
+        def fn(x):
+            with px.GradientTape() as tape:
+                last, _ = jax.lax.scan(lambda h, row: (jnp.tanh(h @ w.value + row), None), jnp.zeros(3), x)
+                loss = (last * last).sum()
+            return px.get_replica_context().all_reduce("sum", tape.gradient(loss, w))
+
+        return strategy.run(fn, args=(x,))
+
+    def loss(weights, x):
+        last, _ = jax.lax.scan(lambda h, row: (jnp.tanh(h @ weights + row), None), jnp.zeros(3), x)
+        return (last * last).sum()
+
+    parts = np.split(rows, strategy.num_replicas)
+    expected = sum(jax.grad(loss)(jnp.eye(3), part) for part in parts)
+    np.testing.assert_allclose(gradient(strategy.split_rows(rows)), expected, rtol=1e-5)
+    assert len(w.components) == strategy.num_replicas
+
+
+def test_what_jax_does_not_put_together_is_explained(two):
     def cond():
         jax.lax.cond(jnp.ones(()) > 0, lambda: replica_id(), lambda: 2.0)  # here
 
-    for fn in (scan, while_loop, cond):
-        refused(two, fn, TracingError, marked_line(fn), "may differ between the replicas", "px.scan, px.while_loop and px.cond")
-    mixed = two.run(lambda: px.scan(lambda c, x: (c + replica_id(), x), 0.0, jnp.arange(3.0))[0])
-    assert [float(x) for x in mixed.values] == [0.0, 3.0]
+    def handed_on():
+        jax.lax.scan(lambda c, x: ((c[1], c[1] + replica_id()), x), (0.0, 0.0), jnp.arange(3.0))  # here
+
+    def pullback():
+        jax.vjp(lambda x: x * replica_id(), replica_id())[1](jnp.ones(()))  # here
+
+    for fn in (cond, handed_on, pullback):
+        refused(two, fn, TracingError, marked_line(fn), "may differ between the replicas", "px.scan, px.while_loop, px.cond")
+    mixed = two.run(lambda: px.scan(lambda c, x: ((c[1], c[1] + replica_id()), x), (0.0, 0.0), jnp.arange(3.0))[0])
+    assert [float(x) for x in mixed[0].values] == [0.0, 2.0]
 
 
 def test_mapping_again_over_devices_is_refused(two):
@@ -359,11 +405,19 @@ def test_per_replica_values_that_were_not_passed_in_are_refused(two, v):
     foreign = px.Mirrored(jax.devices()[2:4]).distribute_values_from_function(lambda c: np.float32(c.replica_id))
     with two.scope():
         own = px.Variable(0.0, name="own", synchronization="on_read", aggregation="sum")
-    refused(two, lambda: own.assign(parts), ArgumentTypeError, "'own': a PerReplica was assigned in a replica", f"{__file__}:")
+    refused(
+        two,
+        lambda: own.assign(parts),
+        ArgumentTypeError,
+        "'own': a PerReplica was assigned in a replica",
+        f"{__file__}:",
+    )
     refused(two, lambda: v.assign(parts), ArgumentTypeError, "'v': a PerReplica was assigned in a replica")
     refused(two, lambda: parts * 2.0, ArgumentTypeError, "holds one value per replica")
     refused(two, lambda: parts.values, StrategyError, "Pass it to strategy.run as an argument")
-    with pytest.raises(StrategyError, match=r"Variable 'own', assigned at .*: a PerReplica of Mirrored\(cpu:2-3\) was given to"):
+    with pytest.raises(
+        StrategyError, match=r"Variable 'own', assigned at .*: a PerReplica of Mirrored\(cpu:2-3\) was given to"
+    ):
         own.assign(foreign)
     assert [float(c) for c in own.components] == [0.0, 0.0]
 
@@ -398,7 +452,9 @@ def test_per_replica_values_mean_the_replicas_own_part_in_merge_functions(two):
 
     total, local, components, again = two.run(lambda: px.get_replica_context().merge_call(merge))
     assert float(total) == 21.0
-    assert [float(x) for x in local] == [float(x) for x in components] == [float(x) for x in again.values] == [10.0, 11.0]
+    assert (
+        [float(x) for x in local] == [float(x) for x in components] == [float(x) for x in again.values] == [10.0, 11.0]
+    )
     assert [float(c) for c in own.components] == [10.0, 11.0]
 
 
@@ -442,7 +498,7 @@ def test_after_a_mistake_everything_works_on(two, v, total):
             total.assign_add(1.0)
             mistake()
 
-        with pytest.raises(Exception):  # noqa: B017, PT011
+        with pytest.raises(Exception):  # noqa: B017
             two.run(fn)
         assert float(total) == before
         two.run(lambda: total.assign_add(1.0))

@@ -76,7 +76,10 @@ def test_a_right_step_is_equal_and_changes_nothing(strategy, traced):
 def test_a_wrong_step_names_the_first_variable_that_differs(strategy):
     cases = {
         "a mean of means summed": (Training(strategy, loss=lambda e: e.mean()), r"result of step 0 differs"),
-        "gradients averaged that were to be summed": (Training(strategy, reduce="mean"), r"Variable 'w' after step 0 differs"),
+        "gradients averaged that were to be summed": (
+            Training(strategy, reduce="mean"),
+            r"Variable 'w' after step 0 differs",
+        ),
         "a count that each replica adds to": (
             Training(strategy, update=lambda t: t.seen.assign_add(1)),
             r"Variable 'seen' after step 0 differs: largest difference 3 between one replica and 4\.",
@@ -91,7 +94,9 @@ def test_a_result_of_another_shape_is_named(strategy):
     def step(batch):
         return {"out": strategy.run(lambda x, y: px.get_replica_context().all_gather(x.sum()[None]), args=batch)}
 
-    assert px.self_check(step, dataset(strategy)) == "result['out'] of step 0 has shape (1,) on one replica and (4,) on 4."
+    assert (
+        px.self_check(step, dataset(strategy)) == "result['out'] of step 0 has shape (1,) on one replica and (4,) on 4."
+    )
 
 
 def test_tolerances_can_be_chosen(strategy):
@@ -101,7 +106,9 @@ def test_tolerances_can_be_chosen(strategy):
     def step(batch):
         strategy.run(lambda: v.assign(1.0 + 1e-3 * px.get_replica_context().num_replicas))
 
-    assert px.self_check(step, dataset(strategy)).startswith("Variable 'v' after step 0 differs: largest difference 0.003")
+    assert px.self_check(step, dataset(strategy)).startswith(
+        "Variable 'v' after step 0 differs: largest difference 0.003"
+    )
     assert px.self_check(step, dataset(strategy), rtol=0.1) == "equal"
 
 

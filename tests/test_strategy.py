@@ -116,7 +116,13 @@ def test_an_eager_run_is_compiled_anew_for_what_changes_the_program(two):
 
         return step
 
-    for scale, default, x in [(1.0, 1.0, 1.0), (2.0, 1.0, 1.0), (2.0, 3.0, 1.0), (2.0, 3.0, jnp.ones(2)), (1.0, 1.0, 1.0)]:
+    for scale, default, x in [
+        (1.0, 1.0, 1.0),
+        (2.0, 1.0, 1.0),
+        (2.0, 3.0, 1.0),
+        (2.0, 3.0, jnp.ones(2)),
+        (1.0, 1.0, 1.0),
+    ]:
         assert np.all(np.asarray(two.run(make(scale, default), args=(x,))) == scale * default)
     assert len(bodies) == 4
 
@@ -173,7 +179,7 @@ def test_a_variable_can_be_an_argument(strategy, call):
         (lambda s: s.run(lambda x: x, args=jnp.ones(2)), "args must be a tuple"),
         (lambda s: s.run(lambda x: x, args="ab"), "args must be a tuple, got str"),
         (lambda s: s.run(lambda x: x, kwargs=[1]), "kwargs must be a dict, got list"),
-        (lambda s: s.run(lambda x: x, kwargs={1: 2}), r"keys must be names of parameters, got \[1\]"),
+        (lambda s: s.run(lambda x: x, kwargs={1: 2}), r"keys of kwargs must be names of parameters, got \[1\]"),
         (lambda s: s.run(lambda x: x), r"the function is <lambda>\(x\).*missing a required argument: 'x'"),
         (lambda s: s.run(lambda x: x, args=(1, 2)), "too many positional arguments"),
         (lambda s: s.run(lambda x: x, args=(1,), kwargs={"y": 2}), "unexpected keyword argument 'y'"),
@@ -221,7 +227,9 @@ def test_reduce_keeps_sums_of_integers_whole_and_makes_their_mean_a_float(strate
 
 
 def test_reduce_and_gather_go_through_pytrees(strategy):
-    parts = strategy.distribute_values_from_function(lambda c: {"a": np.ones(2, np.float32), "b": np.zeros((1, 2), np.float32)})
+    parts = strategy.distribute_values_from_function(
+        lambda c: {"a": np.ones(2, np.float32), "b": np.zeros((1, 2), np.float32)}
+    )
     n = strategy.num_replicas
     assert jax.tree.map(np.shape, strategy.reduce("sum", parts)) == {"a": (2,), "b": (1, 2)}
     assert jax.tree.map(np.shape, strategy.gather(parts, axis=0)) == {"a": (2 * n,), "b": (n, 2)}
@@ -286,7 +294,9 @@ def test_update_changes_all_components_at_once(strategy, call):
         v = px.Variable(1.0, name="v")
 
     def update():
-        return strategy.update(v, lambda variable, x, scale: variable.assign_add(x * scale).value, args=(2.0,), kwargs={"scale": 3.0})
+        return strategy.update(
+            v, lambda variable, x, scale: variable.assign_add(x * scale).value, args=(2.0,), kwargs={"scale": 3.0}
+        )
 
     assert float(call(update)) == 7.0
     assert [float(c) for c in v.components] == [7.0] * strategy.num_replicas
@@ -464,13 +474,17 @@ def test_a_merge_function_is_called_once_with_per_replica_values(strategy, call)
     seen = []
 
     def merge(s, own, shared, *, word):
-        seen.append((type(own).__name__, type(shared).__name__, word, len(own), [x.shape for x in s.local_results(own)]))
+        seen.append(
+            (type(own).__name__, type(shared).__name__, word, len(own), [x.shape for x in s.local_results(own)])
+        )
         doubled = s.reduce("sum", own)
         assert [x.shape for x in own.values] == [()] * s.num_replicas
         return own, doubled, shared
 
     def fn():
-        own, total, shared = px.get_replica_context().merge_call(merge, args=(1.0 * replica_id(), 4.0), kwargs={"word": "w"})
+        own, total, shared = px.get_replica_context().merge_call(
+            merge, args=(1.0 * replica_id(), 4.0), kwargs={"word": "w"}
+        )
         return own + 1.0, total, shared
 
     own, total, shared = call(lambda: strategy.run(fn))
@@ -570,7 +584,9 @@ def test_per_replica_values_of_another_strategy_are_refused_by_name(two):
         lambda: two.run(lambda x: x, args=(parts,)), lambda: two.reduce("sum", parts), lambda: two.gather(parts, 0),
         lambda: two.run(lambda x: x, args=({"a": [parts]},)), lambda: two.local_results(parts),
     ):  # fmt: skip
-        with pytest.raises(StrategyError, match=r"a PerReplica of Mirrored\(cpu:2-3\) was given to Mirrored\(cpu:0-1\)"):
+        with pytest.raises(
+            StrategyError, match=r"a PerReplica of Mirrored\(cpu:2-3\) was given to Mirrored\(cpu:0-1\)"
+        ):
             use()
 
 
@@ -584,7 +600,9 @@ def test_arrays_bound_to_devices_of_others_are_refused_by_name(two):
         "assigned": lambda: two.run(lambda: v.assign(away)),
     }
     for use in uses.values():
-        with pytest.raises(DeviceError, match=r"on cpu:5: .*\(float32\[3\]\).*The replicas of Mirrored\(cpu:0-1\) run on cpu:0-1"):
+        with pytest.raises(
+            DeviceError, match=r"on cpu:5: .*\(float32\[3\]\).*The replicas of Mirrored\(cpu:0-1\) run on cpu:0-1"
+        ):
             use()
     assert v.numpy().tolist() == [0.0] * 3
     assert v.assign(away).numpy().tolist() == [1.0] * 3, "an assignment outside replicas moves the value"
@@ -606,10 +624,11 @@ def test_a_variable_made_outside_the_scope_is_adopted_when_a_replica_uses_it(str
     assert {d for d in read.value.devices()} == set(strategy.devices)
 
 
-def test_a_per_replica_variable_made_outside_starts_equal_on_all_replicas(strategy):
+def test_a_per_replica_variable_made_outside_keeps_its_value(strategy):
     own = px.Variable(5.0, synchronization="on_read", aggregation="sum")
     strategy.run(lambda: own.assign_add(1.0 * replica_id()))
-    assert [float(c) for c in own.components] == [5.0 + i for i in range(strategy.num_replicas)]
+    n = strategy.num_replicas
+    assert [float(c) for c in own.components] == [5.0 / n + i for i in range(n)]
 
 
 def test_a_model_and_an_optimizer_made_outside_are_adopted_in_a_traced_step(strategy):
@@ -641,7 +660,9 @@ def test_what_was_adopted_belongs_there(two):
     v = px.Variable(1.0, name="v")
     two.run(lambda: v.value)
     other = px.Mirrored(jax.devices()[2:4])
-    with pytest.raises(StrategyError, match=r"Variable 'v' belongs to Mirrored\(cpu:0-1\) and is read under Mirrored\(cpu:2-3\)"):
+    with pytest.raises(
+        StrategyError, match=r"Variable 'v' belongs to Mirrored\(cpu:0-1\) and is read under Mirrored\(cpu:2-3\)"
+    ):
         other.run(lambda: v.value)
     with other.scope(), pytest.raises(StrategyError, match="'v' belongs to"):
         v.assign(2.0)
@@ -728,7 +749,15 @@ def test_exceptions_of_the_function_arrive_as_they_are(strategy, call):
 
 
 def test_a_python_value_of_a_traced_one_is_refused_with_the_line(two):
-    for use in (bool, float, int, np.asarray, lambda x: [1, 2][x], lambda x: list(range(x)), lambda x: jnp.ones(3)[jnp.arange(3) < x]):
+    for use in (
+        bool,
+        float,
+        int,
+        np.asarray,
+        lambda x: [1, 2][x],
+        lambda x: list(range(x)),
+        lambda x: jnp.ones(3)[jnp.arange(3) < x],
+    ):
         with pytest.raises(TracingError, match=rf"{__file__}:\d+ a Python value was asked for"):
             two.run(lambda: use(replica_id()))
 
@@ -743,7 +772,7 @@ def test_what_a_replica_function_may_not_return(two):
     for fn, words in [
         (generator, "generator returns a generator: its body has not run"),
         (coroutine, "coroutine returns a coroutine: its body has not run"),
-        (lambda: {1: replica_id(), "a": 2}, "cannot take apart.*Dict keys must sort"),
+        (lambda: {1: replica_id(), "a": 2}, "JAX cannot take .* apart.*Dict keys must sort"),
     ]:
         with pytest.raises(ArgumentTypeError, match=words):
             two.run(fn)

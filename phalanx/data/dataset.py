@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import jax
 import numpy as np
 
+from phalanx._checks import check_choice, check_flag
 from phalanx.data.agreement import Group
-from phalanx.data.elements import Batcher, Remainder, check_remainder, dropped, uneven
+from phalanx.data.elements import Batcher, Remainder, dropped, uneven
 from phalanx.data.pipeline import ahead
 from phalanx.data.sources import CombinedSource, RowSource, Source, as_source
-from phalanx.errors import ArgumentError, ArgumentTypeError, StrategyError, UnevenBatchError
+from phalanx.errors import ArgumentError, StrategyError, UnevenBatchError
 from phalanx.function import is_strict
 
 if TYPE_CHECKING:
@@ -47,17 +48,15 @@ class DistributedDataset:
         auto_shard: AutoShard,
         per_replica: bool = False,
     ) -> None:
-        check_remainder(remainder)
-        if auto_shard not in get_args(AutoShard):
-            raise ArgumentError(f"distribute_dataset: auto_shard must be 'data' or 'off', got {auto_shard!r}.")
+        check_choice(remainder, "distribute_dataset: remainder", get_args(Remainder))
+        check_choice(auto_shard, "distribute_dataset: auto_shard", get_args(AutoShard))
         if batch_size is not None:
             _check_int("batch_size", batch_size, 1, "a positive int")
         _check_int("prefetch", prefetch, 0, "an int from 0 on")
         if seed is not None:
             _check_int("seed", seed, 0, "an int from 0 on, or None")
         for name, value in (("mask", mask), ("shuffle", shuffle)):
-            if not isinstance(value, bool):
-                raise ArgumentTypeError(f"distribute_dataset: {name} must be True or False, got {value!r}.")
+            check_flag(value, f"distribute_dataset: {name}")
         if not strategy.local_devices:
             raise StrategyError(f"distribute_dataset: no replica of {strategy!r} belongs to this process.")
         self._strategy = strategy

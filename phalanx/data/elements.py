@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 
@@ -16,13 +16,6 @@ from phalanx.function import is_strict
 logger = logging.getLogger("phalanx")
 
 Remainder = Literal["auto", "pad", "drop", "error"]
-
-
-def check_remainder(remainder: Any) -> None:
-    """Raise unless it is one of the known modes."""
-    if remainder not in get_args(Remainder):
-        known = ", ".join(map(repr, get_args(Remainder)))
-        raise ArgumentError(f"distribute_dataset: remainder must be one of {known}, got {remainder!r}.")
 
 
 @dataclass

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from phalanx._checks import is_numeric
 from phalanx.errors import ArgumentError, ArgumentTypeError
 from phalanx.variables import Variable
 
@@ -63,8 +64,7 @@ def _of_tensor(tensor: Any) -> Array:
 
 def check_numeric(dtype: Any, what: str) -> None:
     """Raise for strings and objects, which no device can hold."""
-    kind = getattr(dtype, "kind", "O")
-    if kind not in "biufcV" or dtype.type is np.void:  # kind V: bfloat16 and others that JAX adds
+    if not is_numeric(dtype):
         raise ArgumentTypeError(
             f"distribute_dataset: {what} is not numeric (dtype {dtype}). Turn it into numbers on the host, with a map"
             " before distribute_dataset; or feed the number of the row instead and look the value up with it."

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from phalanx import _jax
+from phalanx._checks import as_array
 from phalanx.errors import ArgumentError, ArgumentTypeError
 from phalanx.variables import is_key
 
@@ -37,7 +38,7 @@ def check_op(op: Any, caller: str) -> ReduceOp:
     """'sum' or 'mean' in any case of letters."""
     if isinstance(op, str) and op.lower() in ("sum", "mean"):
         return op.lower()  # type: ignore[return-value]
-    raise ArgumentError(f"{caller}: op must be 'sum' or 'mean', got {op!r}.")
+    raise ArgumentError(f"{caller}: op must be 'sum' or 'mean', got {op!r:.60}.")
 
 
 def all_reduce(op: ReduceOp, values: Sequence[Any], num_replicas: int, platform: str) -> list[Any]:
@@ -46,7 +47,7 @@ def all_reduce(op: ReduceOp, values: Sequence[Any], num_replicas: int, platform:
     Outside a replica there is nobody to reduce with, and only the dtypes follow: bools are counted, the mean of
     integers is a float.
     """
-    arrays = [countable(_as_array(v), "all_reduce") for v in values]
+    arrays = [countable(as_array(v, "all_reduce"), "all_reduce") for v in values]
     small = SMALL_BYTES.get(platform, 0) if num_replicas > 1 else 0
     sums = _sums(arrays, small) if _jax.in_replica_trace() else arrays
     return sums if op == "sum" else [_mean(total, num_replicas) for total in sums]
@@ -74,7 +75,7 @@ def _mean(total: Any, n: int) -> Any:
 
 def broadcast(value: Any, replica: int) -> Any:
     """One replica's value on all of them."""
-    array = _as_array(value)
+    array = as_array(value, "broadcast")
     if not _jax.varies(array):
         return array
     if is_key(array):
@@ -117,14 +118,7 @@ def _psum(array: Any) -> Any:
 def countable(array: Any, caller: str) -> Any:
     """`array` in a dtype that can be added up: bools are counted."""
     if is_key(array):
-        raise ArgumentTypeError(f"{caller} cannot add random keys; take one replica's key by broadcast, or gather them all.")
+        raise ArgumentTypeError(
+            f"{caller} cannot add random keys; take one replica's key by broadcast, or gather them all."
+        )
     return array.astype(jnp.int32) if array.dtype == jnp.bool_ else array
-
-
-def _as_array(value: Any) -> Any:
-    if isinstance(value, jax.Array):
-        return value
-    try:
-        return jnp.asarray(value)
-    except TypeError as error:
-        raise ArgumentTypeError(f"all_reduce takes arrays and numbers, got {type(value).__name__}.") from error

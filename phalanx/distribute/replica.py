@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from phalanx import _jax, state
+from phalanx._checks import as_array, check_axis, check_call, check_function, take_apart
 from phalanx.distribute.collectives import all_reduce, broadcast, check_op
 from phalanx.distribute.values import PerReplica, is_per_replica
 from phalanx.errors import AggregationRequiredError, ArgumentError, ArgumentTypeError, StrategyError
-from phalanx.variables import Component, Variable
+from phalanx.variables import Variable
 
 
 class ReplicaContext:
@@ -108,7 +109,8 @@ class ReplicaContext:
         check_function(fn, "merge_call")
         if state.context().in_cross_replica:
             raise StrategyError("merge_call must be called in a replica; here all replicas are already one program.")
-        args, kwargs = jax.tree.map(self._to_merge, (tuple(args), kwargs or {}))
+        leaves, structure = take_apart(check_call(args, kwargs, "merge_call(fn"), "merge_call")
+        args, kwargs = jax.tree.unflatten(structure, map(self._to_merge, leaves))
         rules = MergeRules(self.strategy) if _jax.in_replica_trace() else state.CrossReplica(self.strategy)
         with state.pushed(state.ContextFrame(state.top(), rules)):
             result = fn(self.strategy, *args, **kwargs)
@@ -126,37 +128,8 @@ class ReplicaContext:
                 f"{caller} must be called in a replica, inside the function given to strategy.run. In cross-replica"
                 " context use strategy.reduce or strategy.gather."
             )
-        leaves, structure = jax.tree.flatten(value, is_leaf=is_per_replica)
-        return [check_array(leaf, caller) for leaf in leaves], structure
-
-
-def check_function(fn: Any, caller: str) -> None:
-    """Raise unless `fn` can be called."""
-    if not callable(fn):
-        raise ArgumentTypeError(f"{caller} takes a function, got {type(fn).__name__} {fn!r:.60}.")
-
-
-def check_array(leaf: Any, caller: str) -> Any:
-    """An array or number as a JAX array, or an error that names the caller."""
-    if isinstance(leaf, (Variable, Component)):
-        return leaf.value
-    if isinstance(leaf, jax.Array):
-        return leaf
-    try:
-        return jnp.asarray(leaf)
-    except (TypeError, ValueError) as error:
-        raise ArgumentTypeError(f"{caller} takes arrays and numbers, got {type(leaf).__name__} {leaf!r:.60}.") from error
-
-
-def check_axis(ndim: int, axis: Any, caller: str) -> None:
-    """Raise unless `axis` is an axis of an array with `ndim` of them."""
-    if isinstance(axis, bool) or not isinstance(axis, int):
-        raise ArgumentTypeError(f"{caller}: axis must be a Python int, got {axis!r}.")
-    if not -ndim <= axis < ndim:
-        raise ArgumentError(
-            f"{caller}: there is no axis {axis} in a value with {ndim} axes"
-            + ("; scalars have none. Use value[None]." if ndim == 0 else ".")
-        )
+        leaves, structure = take_apart(value, caller, is_per_replica)
+        return [as_array(leaf, caller) for leaf in leaves], structure
 
 
 # ---- rules for variables -------------------------------------------------------------------------

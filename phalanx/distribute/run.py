@@ -140,9 +140,7 @@ def _trace_replica(strategy: Strategy, fn: Callable[..., Any], arguments: _Argum
 
     def in_context() -> tuple[()]:
         types = arguments.local_types()
-        found.append(
-            trace(fn, arguments.rebuild, types, name, lambda tracing: ReplicaFrame(parent, tracing, rules))
-        )
+        found.append(trace(fn, arguments.rebuild, types, name, lambda tracing: ReplicaFrame(parent, tracing, rules)))
         return ()
 
     jax.eval_shape(_jax.on_replicas(strategy.mesh, in_context, (), ()))
@@ -150,19 +148,6 @@ def _trace_replica(strategy: Strategy, fn: Callable[..., Any], arguments: _Argum
         if variable not in set(found[0].initial):
             parent.base.created(variable, variable._stored)
     return found[0]
-
-
-def check_arguments(args: Any, kwargs: Any, name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The args and kwargs of strategy.run, or an error that says how to write them."""
-    if not isinstance(args, (tuple, list)):
-        raise ArgumentTypeError(
-            f"strategy.run({name}, args=...): args must be a tuple, got {type(args).__name__}; write args=(x,)."
-        )
-    if kwargs is not None and not isinstance(kwargs, dict):
-        raise ArgumentTypeError(f"strategy.run({name}, kwargs=...): kwargs must be a dict, got {type(kwargs).__name__}.")
-    if not all(isinstance(key, str) for key in kwargs or ()):
-        raise ArgumentTypeError(f"strategy.run({name}, kwargs=...): the keys must be names of parameters, got {list(kwargs or ())}.")
-    return tuple(args), dict(kwargs or {})
 
 
 def _check_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> None:
@@ -174,4 +159,6 @@ def _check_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
-        raise ArgumentTypeError(f"strategy.run({name}): the function is {name}{signature}, and args and kwargs do not fit: {error}.") from None
+        raise ArgumentTypeError(
+            f"strategy.run({name}): the function is {name}{signature}, and args and kwargs do not fit: {error}."
+        ) from None

@@ -14,18 +14,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from phalanx import _jax, state
+from phalanx._checks import as_array, check_axis, check_call, check_function, take_apart
 from phalanx._eager_programs import EagerPrograms, as_function
 from phalanx._launch import in_order
 from phalanx.data.dataset import AutoShard, DistributedDataset, InputContext
 from phalanx.data.elements import Remainder
 from phalanx.distribute.collectives import all_reduce, check_op, countable
-from phalanx.distribute.replica import ReplicaContext, ReplicaRules, check_array, check_axis, check_function
-from phalanx.distribute.run import check_arguments, run_in_trace
+from phalanx.distribute.replica import ReplicaContext, ReplicaRules
+from phalanx.distribute.run import run_in_trace
 from phalanx.distribute.values import PerReplica, is_per_replica
 from phalanx.errors import ArgumentError, ArgumentTypeError, DeviceError, StrategyError
 from phalanx.variables import Component, Variable
 
 logger = logging.getLogger("phalanx")
+
 
 class ValueContext:
     """What the function given to `distribute_values_from_function` is told."""
@@ -74,7 +76,7 @@ class Strategy:
 
     @property
     def platform(self) -> str:
-        """"cpu", "gpu" or "tpu"."""
+        """ "cpu", "gpu" or "tpu"."""
         return str(self.devices[0].platform)
 
     @property
@@ -149,7 +151,12 @@ class Strategy:
         if variable.strategy is not None:
             return
         place = state.top().base
-        if variable.per_replica and self.num_replicas > 1 and place.parent is not None and place.parent.base.holds(variable):
+        if (
+            variable.per_replica
+            and self.num_replicas > 1
+            and place.parent is not None
+            and place.parent.base.holds(variable)
+        ):
             raise StrategyError(
                 f"{variable.label} was made outside the scope of {self!r} and read in a traced function before its first"
                 " replica. Create it in the scope."
@@ -199,9 +206,13 @@ class Strategy:
         """
         context = state.context()
         if context.in_replica:
-            raise StrategyError("strategy.scope() cannot be entered in a replica: the strategy is in effect there already.")
+            raise StrategyError(
+                "strategy.scope() cannot be entered in a replica: the strategy is in effect there already."
+            )
         if context.strategy not in (None, self):
-            raise StrategyError(f"The scope of {self!r} was entered inside the scope of {context.strategy!r}: strategies cannot be mixed.")
+            raise StrategyError(
+                f"The scope of {self!r} was entered inside the scope of {context.strategy!r}: strategies cannot be mixed."
+            )
         with state.pushed(state.ContextFrame(state.top(), state.CrossReplica(self))):
             yield self
 
@@ -242,11 +253,13 @@ class Strategy:
             2.0
         """
         check_function(fn, "strategy.run")
-        self._require_cross_replica("run", "It is running already: call the function, or use the replica context to reduce.")
+        self._require_cross_replica(
+            "run", "It is running already: call the function, or use the replica context to reduce."
+        )
         if state.context().in_merge:
             raise StrategyError("strategy.run was called in a merge function, which is part of a run already.")
         name = getattr(fn, "__name__", type(fn).__name__)
-        checked = check_arguments(args, kwargs, name)
+        checked = check_call(args, kwargs, f"strategy.run({name}")
         with state.pushed(state.ContextFrame(state.top(), state.CrossReplica(self))):
             if state.top().is_eager:
                 construct = functools.partial(run_in_trace, self)
@@ -279,7 +292,8 @@ class Strategy:
         """
         self._require_cross_replica("reduce", "Use px.get_replica_context().all_reduce(op, value).")
         op = check_op(op, "reduce")
-        return jax.tree.map(lambda leaf: self._reduce_leaf(op, leaf, axis), value, is_leaf=_is_distributed)
+        leaves, structure = take_apart(value, "reduce", _is_distributed)
+        return jax.tree.unflatten(structure, [self._reduce_leaf(op, leaf, axis) for leaf in leaves])
 
     def _reduce_leaf(self, op: Any, leaf: Any, axis: int | None) -> Any:
         if isinstance(leaf, Variable) and leaf.per_replica:
@@ -291,7 +305,7 @@ class Strategy:
             self.check_owner(leaf, "reduce")
             stacked = leaf.stacked
         else:
-            stacked = check_array(leaf, "reduce")[None]
+            stacked = as_array(leaf, "reduce")[None]
         if axis is not None:
             check_axis(stacked.ndim - 1, axis, "reduce")
         n = self.num_replicas
@@ -321,7 +335,8 @@ class Strategy:
                 return _jax.all_gather(x.here[0], axis % (x.stacked.ndim - 1), stacked=False)
             return self._compute(_gather_stacked, x.stacked, axis)
 
-        return jax.tree.map(leaf, value, is_leaf=_is_distributed)
+        leaves, structure = take_apart(value, "gather", _is_distributed)
+        return jax.tree.unflatten(structure, map(leaf, leaves))
 
     def merge_components(self, stacked: Any, aggregation: str) -> Any:
         """The one value that stands for all components of a per-replica variable, in their dtype."""
@@ -352,11 +367,10 @@ class Strategy:
             if _jax.is_tracer(value.stacked) or value.stacked.is_fully_addressable:
                 return value.values
             return tuple(self.component(value.stacked, i, True) for i in self._local(range(self.num_replicas)))
-        leaves = jax.tree.leaves(value, is_leaf=is_per_replica)
+        leaves, structure = take_apart(value, "local_results", is_per_replica)
         if any(map(is_per_replica, leaves)):
             n = len(self.local_devices)
             parts = [self.local_results(leaf) if is_per_replica(leaf) else (leaf,) * n for leaf in leaves]
-            structure = jax.tree.structure(value, is_leaf=is_per_replica)
             return tuple(jax.tree.unflatten(structure, part) for part in zip(*parts))
         return (value,)
 
@@ -388,10 +402,13 @@ class Strategy:
             raise ArgumentTypeError(f"update takes a variable, got {type(variable).__name__}.")
         check_function(fn, "update")
         state.refuse_foreign(variable, self, "updated")
-        for leaf in jax.tree.leaves((args, kwargs), is_leaf=is_per_replica):
-            if not variable.per_replica and (is_per_replica(leaf) or isinstance(leaf, jax.Array) and _jax.varies(leaf)):
+        args, kwargs = check_call(args, kwargs, "update(variable, fn")
+        for leaf in take_apart((args, kwargs), "update", is_per_replica)[0]:
+            if not variable.per_replica and (
+                is_per_replica(leaf) or (isinstance(leaf, jax.Array) and _jax.varies(leaf))
+            ):
                 raise state.diverging(variable, "update was given an argument that differs between replicas")
-        return fn(variable, *args, **(kwargs or {}))
+        return fn(variable, *args, **kwargs)
 
     # ---- feeding ----
 
@@ -405,15 +422,17 @@ class Strategy:
         self._require_cross_replica("distribute_values_from_function", "Pass the values to strategy.run as arguments.")
         n = self.num_replicas
         parts = [fn(ValueContext(i, n)) for i in range(n)]
-        leaves = [jax.tree.leaves(part) for part in parts]
+        leaves = [take_apart(part, "distribute_values_from_function")[0] for part in parts]
         structure = jax.tree.structure(parts[0])
         for i, part in enumerate(parts):
             if jax.tree.structure(part) != structure:
-                raise ArgumentError(f"distribute_values_from_function: replica {i} gave {jax.tree.structure(part)}, replica 0 {structure}.")
+                raise ArgumentError(
+                    f"distribute_values_from_function: replica {i} gave {jax.tree.structure(part)}, replica 0 {structure}."
+                )
         return jax.tree.unflatten(structure, [self._stack(list(column)) for column in zip(*leaves)])
 
     def _stack(self, parts: list[Any]) -> PerReplica:
-        parts = [check_array(p, "distribute_values_from_function") for p in parts]
+        parts = [as_array(p, "distribute_values_from_function") for p in parts]
         types = {(p.shape, p.dtype) for p in parts}
         if len(types) > 1:
             raise ArgumentError(
@@ -474,7 +493,9 @@ class Strategy:
             >>> len(dataset), [x.shape for x in next(iter(dataset))]
             (2, [(3,), (3, 2)])
         """
-        self._require_cross_replica("distribute_dataset", "Make the dataset outside, and pass its elements to strategy.run.")
+        self._require_cross_replica(
+            "distribute_dataset", "Make the dataset outside, and pass its elements to strategy.run."
+        )
         return DistributedDataset(
             self,
             source,
@@ -511,8 +532,7 @@ class Strategy:
             >>> len(strategy.distribute_datasets_from_function(batches))
             3
         """
-        if not callable(fn):
-            raise ArgumentTypeError(f"distribute_datasets_from_function takes a function, got {type(fn).__name__}.")
+        check_function(fn, "distribute_datasets_from_function")
         self._require_cross_replica(
             "distribute_datasets_from_function", "Make the dataset outside, and pass its elements to strategy.run."
         )
@@ -632,13 +652,15 @@ class Mirrored(Strategy):
     """
 
     def __init__(self, devices: Sequence[Any] | None = None) -> None:
-        if isinstance(devices, (str, jax.Device)) or devices is not None and not isinstance(devices, Sequence):
+        if isinstance(devices, (str, jax.Device)) or (devices is not None and not isinstance(devices, Sequence)):
             raise ArgumentTypeError(f"Mirrored: devices must be a list of devices, got {devices!r:.80}.")
         resolved = jax.devices() if devices is None else [_resolve(d) for d in devices]
         if not resolved:
             raise ArgumentError("Mirrored: devices is empty. Leave it out to use all devices.")
         if len(set(resolved)) < len(resolved):
-            raise ArgumentError(f"Mirrored: a device was given twice: {list(devices or ())}. Each replica needs its own.")
+            raise ArgumentError(
+                f"Mirrored: a device was given twice: {list(devices or ())}. Each replica needs its own."
+            )
         if len({d.platform for d in resolved}) > 1:
             raise ArgumentError(f"Mirrored: all devices must be of one platform, got {resolved}.")
         super().__init__(resolved)

@@ -529,9 +529,7 @@ def test_collective_in_a_branch_of_some_replicas_is_refused(golden, strategy):
         return jnp.array(0.0)
 
     def traced_branch():
-        return px.cond(
-            _replica_id() == 0, lambda: _context().all_reduce("sum", jnp.array(1.0)), lambda: jnp.array(0.0)
-        )
+        return px.cond(_replica_id() == 0, lambda: _context().all_reduce("sum", jnp.array(1.0)), lambda: jnp.array(0.0))
 
     with pytest.raises(TracingError, match=r"px\.cond"):
         strategy.run(python_branch)

@@ -1,0 +1,83 @@
+"""Checks of what users pass: each raises an error that names the argument, or gives back what can be used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from phalanx.errors import ArgumentError, ArgumentTypeError
+
+
+def check_flag(value: Any, label: str) -> None:
+    """Raise unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise ArgumentTypeError(f"{label} takes True or False, got {value!r:.60}.")
+
+
+def check_choice(value: Any, label: str, known: Sequence[str]) -> None:
+    """Raise unless `value` is one of the known words."""
+    if not isinstance(value, str) or value not in known:
+        raise ArgumentError(f"{label} must be one of {', '.join(map(repr, known))}, got {value!r:.60}.")
+
+
+def check_function(value: Any, caller: str) -> None:
+    """Raise unless `value` can be called."""
+    if not callable(value):
+        raise ArgumentTypeError(f"{caller} takes a function, got {type(value).__name__} {value!r:.60}.")
+
+
+def check_axis(ndim: int, axis: Any, caller: str) -> None:
+    """Raise unless `axis` is an axis of an array with `ndim` of them."""
+    if isinstance(axis, bool) or not isinstance(axis, int):
+        raise ArgumentTypeError(f"{caller}: axis must be a Python int, got {axis!r:.60}.")
+    if not -ndim <= axis < ndim:
+        raise ArgumentError(
+            f"{caller}: there is no axis {axis} in a value with {ndim} axes"
+            + ("; scalars have none. Use value[None]." if ndim == 0 else ".")
+        )
+
+
+def check_call(args: Any, kwargs: Any, caller: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The args and kwargs of a call that is to be made, or an error that says how to write them."""
+    if not isinstance(args, (tuple, list)):
+        raise ArgumentTypeError(
+            f"{caller}, args=...): args must be a tuple, got {type(args).__name__}; write args=(x,)."
+        )
+    if kwargs is not None and not isinstance(kwargs, dict):
+        raise ArgumentTypeError(f"{caller}, kwargs=...): kwargs must be a dict, got {type(kwargs).__name__}.")
+    if not all(isinstance(key, str) for key in kwargs or ()):
+        raise ArgumentTypeError(
+            f"{caller}, kwargs=...): the keys of kwargs must be names of parameters, got {list(kwargs or ())!r:.60}."
+        )
+    return tuple(args), dict(kwargs or {})
+
+
+def take_apart(tree: Any, label: str, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Any]:
+    """Leaves and structure of a pytree."""
+    try:
+        return jax.tree.flatten(tree, is_leaf=is_leaf)
+    except (TypeError, ValueError) as error:
+        raise ArgumentTypeError(f"{label}: JAX cannot take {tree!r:.60} apart: {error} Dict keys must sort.") from error
+
+
+def is_numeric(dtype: Any) -> bool:
+    """True for dtypes that JAX computes with (bfloat16 and the like are of NumPy's kind 'V')."""
+    return dtype.kind in "biufc" or (dtype.kind == "V" and not issubclass(dtype.type, np.void))
+
+
+def as_array(value: Any, label: str) -> jax.Array:
+    """An array, a number, a variable or a list of these as a JAX array."""
+    if isinstance(value, jax.Array):
+        return value
+    try:
+        return jnp.asarray(value)
+    except ArgumentTypeError:  # what is no array has said so
+        raise
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ArgumentTypeError(
+            f"{label} takes arrays and numbers, got {type(value).__name__} {value!r:.60}."
+        ) from error
