@@ -98,11 +98,14 @@ def _computing(strategy: px.Strategy) -> Callable[[Any], Any]:
     for _ in range(3):  # until it takes about as long as it should
         step = program(rounds)
         step(x)
-        start = time.perf_counter()
-        for _ in range(5):
-            step(x)
-        rounds = max(1, round(rounds * 5 * _MS / 1000 / (time.perf_counter() - start)))
+        rounds = max(1, round(rounds * _MS / 1000 / min(_seconds(step, x) for _ in range(20))))
     return program(rounds)
+
+
+def _seconds(step: Callable[[Any], Any], x: Any) -> float:
+    start = time.perf_counter()
+    step(x)
+    return time.perf_counter() - start
 
 
 # ---- the cost of moving --------------------------------------------------------------------------
