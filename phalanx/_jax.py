@@ -335,6 +335,9 @@ class Operation:
         self.params = params
 
     def __call__(self, *args: Any) -> list[Any]:
+        if self.params.get("inline") and not is_eager():
+            # As JAX does it in a program; most functions of jnp ask for it.
+            return list(_jex.jaxpr_as_fun(self.params["jaxpr"])(*args))
         outs = self.primitive.bind(*args, **self.params)
         return list(outs) if self.primitive.multiple_results else [outs]
 
