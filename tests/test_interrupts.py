@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import linecache
 import os
 import signal
@@ -82,11 +83,13 @@ def lines_run(call, at=0, interrupt=None, where=("",)):
         return trace_line
 
     before = sys.gettrace()
+    gc.disable()  # its callbacks are Python code too, at places of their own
     sys.settrace(trace)
     try:
         call()
     finally:
         sys.settrace(before)
+        gc.enable()
     return lines
 
 
