@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import numpy as np
 
 from phalanx import _jax
-from phalanx.errors import ArgumentTypeError
 
 
 class AsArray:
@@ -86,19 +85,9 @@ def _forward(name: str) -> Callable[..., Any]:
     return method
 
 
-def _refuse_in_place(self: Any, other: Any) -> NoReturn:
-    # Without this Python would bind the name to the array of the result, and the variable would be lost.
-    raise ArgumentTypeError(
-        f"{self!r:.120}: an operator such as += at {_jax.user_line()} would bind the name to an array. Use"
-        " v.assign_add(x), v.assign_sub(x) or v.assign(v * x)."
-    )
-
-
 _BINARY = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift".split()
 _NAMES = [f"__{p}{name}__" for name in (*_BINARY, "divmod") for p in ("", "r")]
 _NAMES += [f"__{name}__" for name in ("eq", "ne", "lt", "le", "gt", "ge", "neg", "pos", "abs", "invert", "round")]
 
 for _name in _NAMES:
     setattr(AsArray, _name, _forward(_name))
-for _name in _BINARY:
-    setattr(AsArray, f"__i{_name}__", _refuse_in_place)

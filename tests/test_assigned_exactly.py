@@ -84,13 +84,6 @@ def test_a_component_works_where_a_number_works() -> None:
     assert component == component and not component != component
 
 
-def test_an_operator_in_place_says_how_to_update_the_variable() -> None:
-    v = px.Variable(1.0, name="v")
-    with pytest.raises(ArgumentTypeError, match=r"Use\s+v.assign_add"):
-        v += 1.0
-    assert float(v) == 1.0
-
-
 def test_settings_that_an_optimizer_does_not_have_cannot_be_set() -> None:
     optimizer = px.Optimizer(optax.sgd(0.1))
     with pytest.raises(AttributeError, match="learning_rate"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,7 +35,7 @@ def train(n: int, layers, optimizer: str, reduce: str, rows: int, steps: int) ->
     rng = np.random.default_rng(rows * 10 + steps)
     widths = [2, *(width for width, _ in layers)]
     with strategy.scope():
-        weights = [px.Variable(rng.normal(size=shape).astype(np.float32)) for shape in zip(widths, widths[1:])]
+        weights = [px.Variable(rng.normal(size=shape).astype(np.float32)) for shape in itertools.pairwise(widths)]
         biases = [px.Variable(np.full(width, 0.1, np.float32)) for width in widths[1:]]
         seen = px.Variable(0, aggregation="sum")
     tx = px.Optimizer(OPTIMIZERS[optimizer]())

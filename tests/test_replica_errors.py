@@ -299,7 +299,9 @@ def test_what_jax_does_not_put_together_is_explained(two):
         jax.vjp(lambda x: x * replica_id(), replica_id())[1](jnp.ones(()))  # here
 
     for fn in (cond, handed_on, pullback):
-        refused(two, fn, TracingError, marked_line(fn), "may differ between the replicas", "px.scan, px.while_loop, px.cond")
+        refused(
+            two, fn, TracingError, marked_line(fn), "may differ between the replicas", "px.scan, px.while_loop, px.cond"
+        )
     mixed = two.run(lambda: px.scan(lambda c, x: ((c[1], c[1] + replica_id()), x), (0.0, 0.0), jnp.arange(3.0))[0])
     assert [float(x) for x in mixed[0].values] == [0.0, 2.0]
 

@@ -56,6 +56,9 @@ class Strategy:
         self._eager_runs = EagerPrograms()
         self.on_register: Callable[[Variable], None] | None = None
         """Called with each variable that joins the strategy."""
+        self._announce()
+
+    def _announce(self) -> None:
         logger.info("%s", self.describe())
 
     def _use_devices(self, devices: Sequence[Any]) -> None:
@@ -697,6 +700,12 @@ class TPU(Mirrored):
 
 class _Default(OneDevice):
     """In effect outside every scope: one device, nothing moved."""
+
+    def _announce(self) -> None:
+        pass
+
+    def __repr__(self) -> str:
+        return f"the default strategy ({_jax.span(self.devices)})"
 
     def adopt(self, variable: Variable) -> None:
         pass
