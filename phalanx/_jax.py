@@ -47,6 +47,8 @@ REPLICA_AXIS = "replica"
 """Name of the one mesh axis that Phalanx uses."""
 
 Trace: TypeAlias = Any
+ConcreteArray: TypeAlias = _array.ArrayImpl
+"""The type of arrays that have a value."""
 _PACKAGE = os.path.dirname(os.path.abspath(__file__))
 _JAX = os.path.dirname(os.path.abspath(jax.__file__))
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
@@ -747,9 +749,14 @@ def local_aval(shape: tuple[int, ...], dtype: Any, *, weak_type: bool = False, v
 
 def type_of(value: Any) -> Any:
     """The type of `value` as an input of a program: the same on whatever devices it lies."""
-    aval = jax.typeof(value)
+    aval = value.aval if type(value) is ConcreteArray else jax.typeof(value)
     if in_replica_trace():
         return local_aval(aval.shape, aval.dtype, weak_type=aval.weak_type, varying=aval_varies(aval))
+    return _without_mesh(aval)
+
+
+@functools.lru_cache(maxsize=4096)
+def _without_mesh(aval: Any) -> Any:
     mesh = aval.sharding.mesh
     return aval if mesh.empty or not mesh.are_all_axes_auto else aval.update(sharding=None)
 

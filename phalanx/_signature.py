@@ -28,6 +28,8 @@ NUMBERS = (int, float, complex)
 
 def is_input(leaf: Any) -> bool:
     """True for what becomes an input of the program."""
+    if type(leaf) is _jax.ConcreteArray:  # most are, and JAX's own isinstance takes longer
+        return True
     if isinstance(leaf, bool):
         return False
     if isinstance(leaf, (np.ndarray, np.generic)):
