@@ -57,8 +57,12 @@ def all_reduce(op: ReduceOp, values: Sequence[Any], num_replicas: int, platform:
     integers is a float.
     """
     arrays = [countable(as_array(v, "all_reduce"), "all_reduce") for v in values]
-    small = SMALL_BYTES.get(platform, 0) if num_replicas > 1 else 0
-    sums = _sums(arrays, small) if _jax.in_replica_trace() else arrays
+    if not _jax.in_replica_trace():
+        sums = arrays
+    elif num_replicas == 1:
+        sums = [_jax.sum_of_one(_jax.lift(a)) for a in arrays]
+    else:
+        sums = _sums(arrays, SMALL_BYTES.get(platform, 0))
     return sums if op == "sum" else [_mean(total, num_replicas) for total in sums]
 
 
