@@ -7,7 +7,6 @@ inputs of the program, so that later calls see their present values.
 from __future__ import annotations
 
 import functools
-import logging
 import operator
 import sys
 import threading
@@ -32,8 +31,6 @@ from phalanx.variables import Variable
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-logger = logging.getLogger("phalanx")
 
 _STORM = 10
 """Traces of one function after which it is said once that something is wrong."""
