@@ -770,7 +770,7 @@ def on_replicas(mesh: Mesh, body: Callable[..., Any], in_specs: Any, out_specs: 
 
 
 COLLECTIVES = frozenset(
-    "psum psum_invariant pmax pmin ppermute pgather all_gather all_gather_invariant all_gather_reduced"
+    "psum psum_invariant phalanx_sum_of_one pmax pmin ppermute pgather all_gather all_gather_invariant all_gather_reduced"
     " all_to_all reduce_scatter psum_scatter ragged_all_to_all".split()
 )
 """Operations in which the replicas wait for each other."""
@@ -822,6 +822,23 @@ def line_of(equation: Any) -> str:
 # ---- gradients local to a replica ----------------------------------------------------------------
 
 _local = jax.make_user_context(False)
+
+
+_sum_of_one_p = _jex.Primitive("phalanx_sum_of_one")
+_sum_of_one_p.def_abstract_eval(
+    lambda aval: local_aval(aval.shape, aval.dtype, weak_type=aval.weak_type, varying=False)
+)
+_ad.deflinear(_sum_of_one_p, lambda ct: [lift(ct)])
+_batching.defvectorized(_sum_of_one_p)
+_mlir.register_lowering(_sum_of_one_p, lambda ctx, x: [x])
+
+
+def sum_of_one(value: Any) -> Any:
+    """The sum over the replicas when there is one: its varying value, typed as the same on all.
+
+    XLA's CPU compiler keeps a psum of one and copies the value.
+    """
+    return _sum_of_one_p.bind(value)
 
 
 @contextlib.contextmanager

@@ -6,10 +6,7 @@ inputs of the program, so that later calls see their present values.
 
 from __future__ import annotations
 
-import collections
 import functools
-import itertools
-import logging
 import operator
 import sys
 import threading
@@ -24,7 +21,9 @@ import numpy as np
 
 from phalanx import _jax, state
 from phalanx._checks import check_flag
+from phalanx._history import History, context_keys
 from phalanx._launch import Compiled, Launch
+from phalanx._methods import BoundFunction
 from phalanx._signature import Call, Signature, describe, identities
 from phalanx._traced import Traced, trace
 from phalanx.errors import ArgumentError, ArgumentTypeError, RetraceError, StrategyError, VariableCreationError
@@ -33,13 +32,8 @@ from phalanx.variables import Variable
 P = ParamSpec("P")
 R = TypeVar("R")
 
-logger = logging.getLogger("phalanx")
-
 _STORM = 10
 """Traces of one function after which it is said once that something is wrong."""
-
-_REMEMBERED = 20
-"""Latest traces whose arguments a function remembers, to explain the next."""
 
 _WARM_UP_CALLS = 2
 """Calls of a function that may trace it while `strict` is on."""
@@ -112,7 +106,7 @@ class ConcreteFunction:
         self._call = call
         self._signature = signature
         self._compiled = compiled
-        self._context = _context_keys()
+        self._context = context_keys()
         self.name = signature.name
 
     @property
@@ -140,7 +134,7 @@ class ConcreteFunction:
                     f"{self.name}: {self._signature.label(call.structure, i)} of this concrete function is"
                     f" {describe(wanted)}, got {describe(found)}."
                 )
-        here = _context_keys()
+        here = context_keys()
         if here != self._context:
             raise StrategyError(
                 f"{self.name}: this concrete function was traced in the context {describe(self._context[0])} and is"
@@ -171,11 +165,6 @@ def _same_kind(found: Any, wanted: Any) -> bool:
     return bool(found == wanted)
 
 
-def _context_keys() -> tuple[Hashable, ...]:
-    frame = state.top()
-    return (frame.context.key, state.tape_key(frame), _jax.trace_context())
-
-
 class Function(Generic[P, R]):
     """A traced function; made by `px.function`."""
 
@@ -204,9 +193,7 @@ class Function(Generic[P, R]):
         self._traces: dict[Hashable, ConcreteFunction] = {}
         self._watches: dict[Hashable, list[Any]] = {}
         """What notices that an object in the key of a trace is gone."""
-        self._history: collections.deque[tuple[Call, tuple[Hashable, ...]]] = collections.deque(maxlen=_REMEMBERED)
-        self._kinds = 0
-        """How many traces were kept, some for objects that are gone; the last of them are in the history."""
+        self._history = History(self._signature)
         self._shared: list[Compiled] = []
         self._methods: dict[int, tuple[weakref.ref[Any], Function[..., Any]]] = {}
         self._calls = 0
@@ -250,7 +237,7 @@ class Function(Generic[P, R]):
             method._shared = self._shared  # objects of the same structure run the same program
             entry = (ref, method)
             self._methods[id(instance)] = entry
-        return _BoundFunction(entry[1], instance)
+        return BoundFunction(entry[1], instance)
 
     # ---- calling ----
 
@@ -284,7 +271,7 @@ class Function(Generic[P, R]):
         return functools.partial(self._fn, instance)
 
     def _key(self, call: Call) -> Hashable:
-        return (call.structure, call.keys, *_context_keys())
+        return (call.structure, call.keys, *context_keys())
 
     # ---- tracing ----
 
@@ -292,14 +279,12 @@ class Function(Generic[P, R]):
         self._check_strict(call)
         traced = self._trace(call)
         self._adopt_captures(traced)
-        kind = call.without_values()
-        concrete = ConcreteFunction(traced, kind, self._signature, self._compile)
+        concrete = ConcreteFunction(traced, call.without_values(), self._signature, self._compile)
         if traced.belongs_to_a_trace:
             return concrete
         known = list(identities(call.keys))
         traced.borrow([identity.value for identity in known if isinstance(identity.value, Variable)])
-        self._history.append((kind, _context_keys()))
-        self._kinds += 1
+        self._history.add(call)
         key = self._key(call)
         self._traces[key] = concrete
         self._warn_of_storm()
@@ -377,41 +362,20 @@ class Function(Generic[P, R]):
             double: traced 2 times.
             trace 2: argument 'x': float32[2] -> float32[3]
         """
-        lines = [f"{self.name}: traced {self.trace_count} times."]
-        forgotten = self._kinds - len(self._history)
-        for i, (call, context) in enumerate(self._history):
-            if i:
-                lines.append(f"trace {forgotten + i + 1}: {self._difference(call, context, i)}")
-        return "\n".join(lines)
-
-    def _difference(self, call: Call, context: tuple[Hashable, ...], n_earlier: int) -> str:
-        earlier = reversed(list(itertools.islice(self._history, n_earlier)))
-        fewest: list[str] = min((self._changes(*old, call, context) for old in earlier), key=len)
-        return "; ".join(fewest) or "an object that is gone, or variables were created"
-
-    def _changes(self, old: Call, old_context: Any, new: Call, new_context: Any) -> list[str]:
-        changes = self._signature.changes(old, new)
-        if old_context[0] != new_context[0]:
-            changes.append(f"context: {describe(old_context[0])} -> {describe(new_context[0])}")
-        elif old_context != new_context:
-            tapes = old_context[1] != new_context[1]
-            changes.append("tapes around the call" if tapes else "JAX settings (x64, precision ...)")
-        return changes
+        return "\n".join([f"{self.name}: traced {self.trace_count} times.", *self._history.lines()])
 
     def _check_strict(self, call: Call) -> None:
-        if not (_Settings.strict and self._history and self._calls > _WARM_UP_CALLS):
-            return
-        difference = self._difference(call, _context_keys(), len(self._history))
-        raise RetraceError(
-            f"{self.name} would be traced again after warm-up ({difference}), and px.strict is on. Pad or drop uneven"
-            " batches, or call it once with each shape first."
-        )
+        if _Settings.strict and self._history.count and self._calls > _WARM_UP_CALLS:
+            raise RetraceError(
+                f"{self.name} would be traced again after warm-up ({self._history.difference(call)}), and px.strict is"
+                " on. Pad or drop uneven batches, or call it once with each shape first."
+            )
 
     def _warn_of_storm(self) -> None:
-        if self._kinds == _STORM:
+        if self._history.count == _STORM:
             warnings.warn(
                 f"{self.name} has been traced for {_STORM} kinds of arguments, which is slow. Last change:"
-                f" {self._difference(*self._history[-1], len(self._history) - 1)}. See {self.name}.explain_retraces().",
+                f" {self._history.last_difference()}. See {self.name}.explain_retraces().",
                 stacklevel=4,
             )
 
@@ -456,48 +420,6 @@ def _examples(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
     args, kwargs = jax.tree.map(example, (args, kwargs))
     return args, kwargs
-
-
-class _BoundFunction:
-    """A traced method together with its object, which it keeps alive while it is being called."""
-
-    def __init__(self, function: Function[..., Any], instance: Any) -> None:
-        self._function = function
-        self.__self__ = instance
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(*args, **kwargs)
-
-    def get_concrete_function(self, *args: Any, **kwargs: Any) -> ConcreteFunction:
-        """See `Function.get_concrete_function`."""
-        return self._function.get_concrete_function(*args, **kwargs)
-
-    def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """See `Function.lower`."""
-        return self._function.lower(*args, **kwargs)
-
-    def cost(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """See `Function.cost`."""
-        return self._function.cost(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._function, name)
-
-    def __reduce__(self) -> Any:
-        return getattr, (self.__self__, self._function.name)  # as Python's own methods
-
-    @property
-    def __doc__(self) -> str | None:  # type: ignore[override]
-        return self._function.__doc__
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BoundFunction) and other._function is self._function
-
-    def __hash__(self) -> int:
-        return hash(self._function)
-
-    def __repr__(self) -> str:
-        return f"<bound {self._function!r} of {self.__self__!r}>"
 
 
 @overload

@@ -61,9 +61,11 @@ def test_arrays_of_different_dtypes_travel_apart():
     assert collectives([KIB] * 10, dtypes=("float32", "bfloat16")) == 2
 
 
-def test_one_replica_copies_nothing():
-    assert "stablehlo.concatenate" not in program([KIB] * 20, replicas=1)
-    assert "stablehlo.concatenate" in program([KIB] * 20, replicas=2)
+def test_one_replica_copies_nothing_and_waits_for_nobody():
+    alone, together = program([KIB] * 20, replicas=1), program([KIB] * 20, replicas=2)
+    for operation in ("stablehlo.concatenate", "stablehlo.all_reduce"):
+        assert operation not in alone
+        assert operation in together
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 4])

@@ -123,6 +123,50 @@ def test_a_value_that_varies_is_refused_at_the_line_that_assigns_it(two, v):
     assert [float(c) for c in v.components] == [0.0, 0.0]
 
 
+def test_mistakes_outside_replicas_are_refused_at_their_line_too(two, v):
+    parts = two.distribute_values_from_function(lambda c: np.float32(c.replica_id))
+    other = px.Mirrored(jax.devices()[2:4])
+    with two.scope():
+        sums = px.Variable(0.0, name="sums", synchronization="on_read", aggregation="sum")
+        own = px.Variable(0.0, name="own", synchronization="on_read")
+
+    def assigns_parts():
+        v.assign(parts)  # here
+
+    def updates():
+        two.update(v, lambda variable, x: variable.assign(x), args=(parts,))  # here
+
+    def merges():
+        two.run(lambda: px.get_replica_context().merge_call(lambda s, x: v.assign(x), args=(replica_id(),)))  # here
+
+    def adds():
+        sums.assign_add(1.0)  # here
+
+    def reads():
+        return own + 1.0  # here
+
+    def of_another():
+        with other.scope():
+            v.assign(1.0)  # here
+
+    def in_another():
+        other.run(lambda: v * 2.0)  # here
+
+    for fn, error, name in [
+        (assigns_parts, ReplicaDivergenceError, "'v'"),
+        (updates, ReplicaDivergenceError, "'v'"),
+        (merges, ReplicaDivergenceError, "'v'"),
+        (adds, AggregationRequiredError, "'sums'"),
+        (reads, AggregationRequiredError, "'own'"),
+        (of_another, StrategyError, "'v'"),
+        (in_another, StrategyError, "'v'"),
+    ]:
+        with pytest.raises(error, match=re.escape(marked_line(fn))) as caught:
+            fn()
+        assert f"Variable {name}" in str(caught.value)
+    assert [float(c) for c in (*v.components, *sums.components)] == [0.0] * 4
+
+
 def test_a_condition_that_varies_is_refused_at_the_line_of_the_branch(two, v, total):
     def assigns():
         px.cond(replica_id() > 0, lambda: v.assign(1.0).value, lambda: v.value)  # here

@@ -369,11 +369,11 @@ def test_matrix_products_and_inversion():
     np.testing.assert_array_equal(~px.Variable([True, False]), [False, True])
 
 
-def test_augmented_assignment_does_not_lose_the_variable_silently():
+def test_augmented_assignment_makes_a_new_value_as_it_does_for_arrays():
     v = w = px.Variable(1.0)
-    with pytest.raises(ArgumentTypeError, match=r"\+= at .*would bind the name to an array\. Use v\.assign_add\(x\)"):
-        w += 1.0
-    assert w is v
+    w += 1.0
+    assert isinstance(w, jax.Array)
+    assert (float(v), float(w)) == (1.0, 2.0)
 
 
 def test_python_numbers_and_sequences():
