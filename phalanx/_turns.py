@@ -1,4 +1,4 @@
-"""Who may look at the arrays in variables, give them away and replace them, and when."""
+"""Who may trace, look at the arrays in variables, give them away and replace them, and when."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import collections
 import itertools
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from phalanx import _jax
-from phalanx.errors import StrategyError
+from phalanx.errors import StrategyError, TracingError
 
 if TYPE_CHECKING:
     from phalanx.variables import Variable
@@ -51,6 +51,54 @@ def calling_back() -> Iterator[None]:
         yield
     finally:
         _calling_back.pop()
+
+
+_tracing = threading.RLock()
+_traced: list[tuple[str, str]] = []
+"""The functions that are being traced, the outermost first, each with the thread that does it."""
+
+_PATIENCE_SECONDS = 600.0
+"""How long a thread waits for another one that traces; a body that takes longer is most likely stuck."""
+
+
+@contextmanager
+def tracing(name: str) -> Iterator[None]:
+    """In the block no other thread traces functions: one turn for all, since functions call each other.
+
+    Raises:
+        TracingError: when another thread goes on tracing for ever; its body may be waiting for this thread.
+    """
+    taken: list[bool] = []
+    try:
+        # One call into C: an interrupt comes when the lock is held and noted, or neither.
+        taken.extend(map(_tracing.acquire, [True], [_PATIENCE_SECONDS]))
+        if not taken[0]:
+            raise _stuck(name)
+        depth = len(_traced)
+        _traced.append((name, threading.current_thread().name))
+        try:
+            yield
+        finally:
+            del _traced[depth:]
+            _stop_tracing(taken)
+    finally:
+        _stop_tracing(taken)  # again: an interrupt may have come before it there
+
+
+def _stop_tracing(taken: list[bool]) -> None:
+    if taken and taken[0]:
+        with suppress(RuntimeError):  # it is not held any more
+            _tracing.release()
+    taken.clear()
+
+
+def _stuck(name: str) -> TracingError:
+    other, thread = _traced[-1]
+    return TracingError(
+        f"{name} cannot be traced: thread {thread!r} has been tracing {other} for {_PATIENCE_SECONDS:.0f} s, and only"
+        f" one thread traces at a time. If the body of {other} waits for other threads: call {name} once before it, or"
+        " start threads and wait for them outside of traced functions."
+    )
 
 
 def set_all(objects: Iterable[Any], name: str, values: Iterable[Any]) -> None:

@@ -187,7 +187,7 @@ def _check_same_results(true: Body, false: Body) -> None:
     if structures[0] != structures[1]:
         raise ArgumentError(
             f"cond: the branches must return the same structure, got {shown(structures[0])} from true_fun and"
-            f" {shown(structures[1])} from false_fun."
+            f" {shown(structures[1])} from false_fun (assign, assign_add and assign_sub return the variable)."
         )
     for i, (a, b) in enumerate(zip(true.out_types(), false.out_types())):
         if a.shape != b.shape or (a.dtype != b.dtype and joined(a, b) is None):

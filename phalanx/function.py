@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import operator
 import sys
-import threading
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -37,9 +36,6 @@ _STORM = 10
 
 _WARM_UP_CALLS = 2
 """Calls of a function that may trace it while `strict` is on."""
-
-_tracing = threading.RLock()
-"""Held while a function is traced; one for all, since functions call each other."""
 
 _SHARED_PROGRAMS = 16
 """Executables that a function keeps for rebuilt objects of the same structure."""
@@ -151,7 +147,7 @@ class ConcreteFunction:
     @functools.cached_property
     def _launch(self) -> Launch:
         # Made at the first call: what is only ever called in other programs needs no compiled one of its own.
-        with _tracing:
+        with state.tracing(self.name):
             return Launch(self._compiled(self._traced), self._traced)
 
     def lower(self) -> Any:
@@ -249,7 +245,7 @@ class Function(Generic[P, R]):
         call = self._signature.split(*bound)
         concrete = self._traces.get(self._key(call))
         if concrete is None:
-            with _tracing:
+            with state.tracing(self.name):
                 concrete = self._traces.get(self._key(call)) or self._new_trace(call)
         return concrete._run(call.inputs)  # type: ignore[no-any-return]
 
@@ -260,7 +256,7 @@ class Function(Generic[P, R]):
             ArgumentTypeError: as a call would.
         """
         call = self._signature.split(*self._signature.bind(*_examples(args, kwargs)))
-        with _tracing:
+        with state.tracing(self.name):
             return self._traces.get(self._key(call)) or self._new_trace(call)
 
     def _body(self) -> Callable[..., Any]:

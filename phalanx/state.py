@@ -36,6 +36,7 @@ from phalanx._turns import Lending as Lending
 from phalanx._turns import calling_back as calling_back
 from phalanx._turns import lock as lock
 from phalanx._turns import set_all as set_all
+from phalanx._turns import tracing as tracing
 from phalanx._turns import turn as turn
 from phalanx.errors import FrozenVariableError, VariableCreationError, VariableWriteError
 

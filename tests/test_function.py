@@ -716,6 +716,23 @@ def test_threads_trace_functions_that_call_each_other():
     assert [float(r) for r in in_threads(4, lambda i: (f if i % 2 else g)(1.0, i))] == [0.0, 0.0, 0.0, 0.0]
 
 
+def test_a_body_that_waits_for_a_thread_that_traces_is_an_error_there(monkeypatch):
+    monkeypatch.setattr("phalanx._turns._PATIENCE_SECONDS", 0.1)
+    preprocess = px.function(lambda x: x + 1)
+
+    @px.function
+    def body(x):
+        x = px.function(lambda x: x * 1)(x)
+        with pytest.raises(
+            TracingError, match="<lambda> cannot be traced: thread 'MainThread' has been tracing .*body"
+        ):
+            in_threads(1, lambda i: preprocess(1.0))
+        return x
+
+    assert float(body(1.0)) == 1.0
+    assert in_threads(1, lambda i: float(preprocess(1.0))) == [2.0]
+
+
 def test_each_thread_has_its_own_scope_and_trace():
     strategy = px.Mirrored(jax.devices()[:2])
     inside, outside = threading.Event(), threading.Event()
