@@ -12,7 +12,7 @@ import optax
 
 from phalanx import _jax, state
 from phalanx.distribute.collectives import all_reduce, check_op
-from phalanx.distribute.strategy import get_strategy
+from phalanx.distribute.in_effect import get_strategy
 from phalanx.distribute.values import is_per_replica
 from phalanx.errors import AggregationRequiredError, ArgumentError, ArgumentTypeError, AssignmentError
 from phalanx.function import function

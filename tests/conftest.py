@@ -27,7 +27,7 @@ def _no_trace_left_behind():
 
     leaked = not _jax.is_eager() or type(state.top()) is not state.EagerFrame
     if leaked:
-        _jax.set_trace(_jax._core.eval_trace)
+        _jax.set_trace(_jax.traces._core.eval_trace)
         state._stack.top = state.EagerFrame()
     px.strict(False)
     px.run_functions_eagerly(False)

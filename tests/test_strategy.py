@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import phalanx as px
-from phalanx.distribute import strategy as strategy_module
+from phalanx.distribute import in_effect
 from phalanx.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -726,7 +726,7 @@ def test_wrong_devices_are_explained(make, error, words):
 
 
 def test_a_strategy_says_at_its_start_where_it_runs(caplog):
-    strategy_module._default_strategy.cache_clear()
+    in_effect._default_strategy.cache_clear()
     with caplog.at_level(logging.INFO, logger="phalanx"):
         assert repr(px.get_strategy()) == "the default strategy (cpu:0)", "of which nobody asked to hear"
         px.Mirrored(jax.devices()[:4])

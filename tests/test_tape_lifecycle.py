@@ -28,7 +28,7 @@ def slope(x):
 
 
 def assert_nothing_is_open():
-    assert _jax.current_trace() is _jax._core.eval_trace
+    assert _jax.current_trace() is _jax.traces._core.eval_trace
     assert state.top().is_eager and not list(state.tapes_of(state.top()))
 
 

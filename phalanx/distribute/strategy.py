@@ -1,4 +1,4 @@
-"""`OneDevice`, `Mirrored` and `TPU`: on which devices the program runs."""
+"""`Strategy`: devices, the variables that live on them, and what a program does with all replicas."""
 
 from __future__ import annotations
 
@@ -10,34 +10,22 @@ from contextlib import contextmanager
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from phalanx import _jax, state
-from phalanx._checks import as_array, check_axis, check_call, check_function, take_apart
+from phalanx._checks import check_call, check_function, take_apart
 from phalanx._eager_programs import EagerPrograms, as_function
-from phalanx._launch import in_order
 from phalanx.data.dataset import AutoShard, DistributedDataset, InputContext
 from phalanx.data.elements import Remainder
-from phalanx.distribute.collectives import all_reduce, check_op, countable
-from phalanx.distribute.replica import ReplicaContext, ReplicaRules
+from phalanx.distribute.collectives import check_op
+from phalanx.distribute.feeding import ValueContext, values_from_function
+from phalanx.distribute.reductions import compute, gather_leaf, is_distributed, reduce_leaf
 from phalanx.distribute.run import run_in_trace
 from phalanx.distribute.values import PerReplica, is_per_replica
-from phalanx.errors import ArgumentError, ArgumentTypeError, DeviceError, StrategyError
+from phalanx.errors import ArgumentError, ArgumentTypeError, StrategyError
 from phalanx.variables import Component, Variable
 
 logger = logging.getLogger("phalanx")
-
-
-class ValueContext:
-    """What the function given to `distribute_values_from_function` is told."""
-
-    def __init__(self, replica_id: int, num_replicas: int) -> None:
-        self.replica_id = replica_id
-        self.num_replicas = num_replicas
-
-    def __repr__(self) -> str:
-        return f"ValueContext(replica_id={self.replica_id}, num_replicas={self.num_replicas})"
 
 
 class Strategy:
@@ -295,26 +283,8 @@ class Strategy:
         """
         self._require_cross_replica("reduce", "Use px.get_replica_context().all_reduce(op, value).")
         op = check_op(op, "reduce")
-        leaves, structure = take_apart(value, "reduce", _is_distributed)
-        return jax.tree.unflatten(structure, [self._reduce_leaf(op, leaf, axis) for leaf in leaves])
-
-    def _reduce_leaf(self, op: Any, leaf: Any, axis: int | None) -> Any:
-        if isinstance(leaf, Variable) and leaf.per_replica:
-            leaf = PerReplica(state.borrow(leaf), self)
-        elif isinstance(leaf, (Variable, Component)):
-            leaf = leaf.value
-        parted = is_per_replica(leaf)
-        if parted:
-            self.check_owner(leaf, "reduce")
-            stacked = leaf.stacked
-        else:
-            stacked = as_array(leaf, "reduce")[None]
-        if axis is not None:
-            check_axis(stacked.ndim - 1, axis, "reduce")
-        n = self.num_replicas
-        if parted and state.context().in_merge:
-            return _reduce_part(op, leaf.here[0], axis, n, self.platform)
-        return self._compute(_reduce_stacked, stacked, op, axis, 1 if parted else n)
+        leaves, structure = take_apart(value, "reduce", is_distributed)
+        return jax.tree.unflatten(structure, [reduce_leaf(self, op, leaf, axis) for leaf in leaves])
 
     def gather(self, value: Any, axis: int = 0) -> Any:
         """The parts of all replicas side by side along `axis`.
@@ -329,33 +299,12 @@ class Strategy:
         """
         self._require_cross_replica("gather", "Use px.get_replica_context().all_gather(value, axis).")
 
-        def leaf(x: Any) -> Any:
-            if not is_per_replica(x):
-                return x.value if isinstance(x, (Variable, Component)) else x
-            self.check_owner(x, "gather")
-            check_axis(x.stacked.ndim - 1, axis, "gather")
-            if state.context().in_merge:
-                return _jax.all_gather(x.here[0], axis % (x.stacked.ndim - 1), stacked=False)
-            return self._compute(_gather_stacked, x.stacked, axis)
-
-        leaves, structure = take_apart(value, "gather", _is_distributed)
-        return jax.tree.unflatten(structure, map(leaf, leaves))
+        leaves, structure = take_apart(value, "gather", is_distributed)
+        return jax.tree.unflatten(structure, [gather_leaf(self, leaf, axis) for leaf in leaves])
 
     def merge_components(self, stacked: Any, aggregation: str) -> Any:
         """The one value that stands for all components of a per-replica variable, in their dtype."""
-        return self._compute(state.merge_components, stacked, aggregation)
-
-    def _compute(self, fn: Callable[..., Any], stacked: Any, *options: Any) -> Any:
-        """Call ``fn(stacked, *options)``, in which replicas meet, outside of them."""
-        if not state.top().is_eager or _jax.is_tracer(stacked):
-            state.top().base.note_use(self)
-            result = fn(stacked, *options)
-            if _jax.in_replica_trace() or self.num_replicas == 1:
-                return result
-            # Left to itself XLA may leave the result split, and other processes' parts cannot be read.
-            return jax.lax.with_sharding_constraint(result, _jax.replicated(self.mesh))
-        compiled = _jitted(fn, options, _jax.replicated(self.mesh))
-        return in_order(self.in_order, lambda: [compiled(stacked)])[0]
+        return compute(self, state.merge_components, stacked, aggregation)
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
         """The parts of a value that belong to this process's replicas, in replica order.
@@ -423,33 +372,7 @@ class Strategy:
         """
         check_function(fn, "distribute_values_from_function")
         self._require_cross_replica("distribute_values_from_function", "Pass the values to strategy.run as arguments.")
-        n = self.num_replicas
-        parts = [fn(ValueContext(i, n)) for i in range(n)]
-        leaves = [take_apart(part, "distribute_values_from_function")[0] for part in parts]
-        structure = jax.tree.structure(parts[0])
-        for i, part in enumerate(parts):
-            if jax.tree.structure(part) != structure:
-                raise ArgumentError(
-                    f"distribute_values_from_function: replica {i} gave {jax.tree.structure(part)}, replica 0 {structure}."
-                )
-        return jax.tree.unflatten(structure, [self._stack(list(column)) for column in zip(*leaves)])
-
-    def _stack(self, parts: list[Any]) -> PerReplica:
-        parts = [as_array(p, "distribute_values_from_function") for p in parts]
-        types = {(p.shape, p.dtype) for p in parts}
-        if len(types) > 1:
-            raise ArgumentError(
-                "distribute_values_from_function: all replicas run one program, so their values need the same shape and"
-                f" dtype, got {sorted(map(str, types))}. Pad them to one shape and give the number of valid rows too."
-            )
-        if _jax.in_replica_trace():  # in a merge function, where each replica holds its own part
-            return PerReplica(jax.lax.dynamic_index_in_dim(jnp.stack(parts), ReplicaContext(self).replica_id), self)
-        if any(map(_jax.is_tracer, parts)):
-            return PerReplica(jnp.stack(parts), self)
-        with state.lifted_out():
-            shards = [jax.device_put(jnp.expand_dims(p, 0), d) for p, d in zip(parts, self.devices)]
-            shape = (self.num_replicas, *shards[0].shape[1:])
-            return PerReplica(jax.make_array_from_single_device_arrays(shape, _jax.split(self.mesh), shards), self)
+        return values_from_function(self, fn)
 
     def distribute_dataset(
         self,
@@ -570,184 +493,3 @@ class Strategy:
         shape = (self.num_replicas, *stacked.shape[1:])
         split = jax.make_array_from_callback(shape, _jax.split(self.mesh), part)
         return PerReplica(split.block_until_ready(), self)
-
-
-def _is_distributed(value: Any) -> bool:
-    return isinstance(value, (PerReplica, Variable, Component))
-
-
-@functools.lru_cache(maxsize=256)
-def _jitted(fn: Callable[..., Any], options: tuple[Any, ...], sharding: Any) -> Any:
-    return jax.jit(lambda stacked: fn(stacked, *options), out_shardings=sharding)
-
-
-def _reduce_stacked(stacked: Any, op: str, axis: int | None, times: int) -> Any:
-    stacked = countable(stacked, "reduce")
-    axes = (0,) if axis is None else (0, axis % (stacked.ndim - 1) + 1)
-    if op == "mean":
-        return stacked.mean(axes)
-    return stacked.sum(axes, dtype=stacked.dtype) * times
-
-
-def _reduce_part(op: Any, part: Any, axis: int | None, n: int, platform: str) -> Any:
-    if axis is not None:
-        part = part.mean(axis) if op == "mean" else part.sum(axis)
-    return all_reduce(op, [part], n, platform)[0]
-
-
-def _gather_stacked(stacked: Any, axis: int) -> Any:
-    axis = axis % (stacked.ndim - 1)
-    shape = list(stacked.shape[1:])
-    shape[axis] *= stacked.shape[0]
-    return jnp.moveaxis(stacked, 0, axis).reshape(shape)
-
-
-# ---- the strategies ------------------------------------------------------------------------------
-
-
-def _resolve(device: Any) -> Any:
-    if isinstance(device, jax.Device):
-        return device
-    if isinstance(device, str):
-        platform, _, index = device.strip("/").lower().replace("device:", "").partition(":")
-        try:
-            if int(index or 0) < 0:
-                raise IndexError(index)
-            return jax.devices(platform)[int(index or 0)]
-        except (RuntimeError, ValueError, IndexError) as error:
-            known = ", ".join(f"{d.platform}:{d.id}" for d in jax.devices())
-            raise DeviceError(f"There is no device {device!r}. JAX sees: {known}.") from error
-    raise ArgumentTypeError(f"A device is a jax.Device or a name like 'cpu:0' or 'gpu:1', got {device!r:.80}.")
-
-
-class OneDevice(Strategy):
-    """Everything on one device; the same programs as for many.
-
-    Args:
-        device: a ``jax.Device`` or a name like ``"gpu:0"``. Default: JAX's first device.
-
-    Raises:
-        DeviceError: when there is no such device.
-
-    Example:
-        >>> px.OneDevice().num_replicas
-        1
-    """
-
-    def __init__(self, device: Any = None) -> None:
-        super().__init__([jax.local_devices()[0] if device is None else _resolve(device)])
-
-
-class Mirrored(Strategy):
-    """One replica on each device, with every mirrored variable held by all of them.
-
-    Args:
-        devices: ``jax.Device`` objects or names like ``"gpu:1"``. Default: all devices of all processes.
-
-    Raises:
-        DeviceError: when a device does not exist.
-        ArgumentError: for an empty list, a device given twice, or different platforms.
-
-    Example:
-        >>> strategy = px.Mirrored()
-        >>> strategy.num_replicas == len(jax.devices())
-        True
-    """
-
-    def __init__(self, devices: Sequence[Any] | None = None) -> None:
-        if isinstance(devices, (str, jax.Device)) or (devices is not None and not isinstance(devices, Sequence)):
-            raise ArgumentTypeError(f"Mirrored: devices must be a list of devices, got {devices!r:.80}.")
-        resolved = jax.devices() if devices is None else [_resolve(d) for d in devices]
-        if not resolved:
-            raise ArgumentError("Mirrored: devices is empty. Leave it out to use all devices.")
-        if len(set(resolved)) < len(resolved):
-            raise ArgumentError(
-                f"Mirrored: a device was given twice: {list(devices or ())}. Each replica needs its own."
-            )
-        if len({d.platform for d in resolved}) > 1:
-            raise ArgumentError(f"Mirrored: all devices must be of one platform, got {resolved}.")
-        super().__init__(resolved)
-
-
-class TPU(Mirrored):
-    """`Mirrored` on the cores of a TPU slice.
-
-    Args:
-        resolver: a cluster resolver; it is asked for nothing yet, since JAX finds a TPU slice by itself.
-        single_core: use the first core of each chip only.
-
-    Raises:
-        DeviceError: when JAX sees no TPU.
-
-    Example:
-        >>> strategy = px.TPU() if jax.default_backend() == "tpu" else px.Mirrored()
-        >>> strategy.num_replicas == len(jax.devices())
-        True
-    """
-
-    def __init__(self, resolver: Any = None, single_core: bool = False) -> None:
-        try:
-            devices = jax.devices("tpu")
-        except RuntimeError as error:
-            raise DeviceError(
-                "px.TPU found no TPU. Use px.Mirrored() for whatever devices there are. JAX says:"
-                f" {str(error).partition(chr(10))[0]}"
-            ) from error
-        if single_core:
-            devices = [d for d in devices if getattr(d, "core_on_chip", 0) == 0]
-        super().__init__(devices)
-
-
-class _Default(OneDevice):
-    """In effect outside every scope: one device, nothing moved."""
-
-    def _announce(self) -> None:
-        pass
-
-    def __repr__(self) -> str:
-        return f"the default strategy ({_jax.span(self.devices)})"
-
-    def adopt(self, variable: Variable) -> None:
-        pass
-
-
-@functools.cache
-def _default_strategy() -> Strategy:
-    return _Default()
-
-
-def get_strategy() -> Strategy:
-    """The strategy in effect: that of the scope or replica we are in, else a default with one device.
-
-    Example:
-        >>> strategy = px.Mirrored()
-        >>> with strategy.scope():
-        ...     px.get_strategy() is strategy
-        True
-    """
-    return state.context().strategy or _default_strategy()  # type: ignore[no-any-return]
-
-
-def get_replica_context() -> ReplicaContext | None:
-    """The replica context, or None in cross-replica context (in a scope, outside `run`).
-
-    Outside every scope it is that of a default strategy with one replica.
-
-    Example:
-        >>> px.get_replica_context().num_replicas
-        1
-    """
-    context = state.context()
-    if isinstance(context, ReplicaRules):
-        return context.replica_context
-    return None if context.in_cross_replica else ReplicaContext(_default_strategy())
-
-
-def in_cross_replica_context() -> bool:
-    """True in a scope and in merge functions: where all replicas are seen at once.
-
-    Example:
-        >>> px.in_cross_replica_context()
-        False
-    """
-    return state.context().in_cross_replica

@@ -1,0 +1,41 @@
+"""Meshes and shardings: which device holds what."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+REPLICA_AXIS = "replica"
+"""Name of the one mesh axis that Phalanx uses."""
+
+
+def replica_mesh(devices: Sequence[Any]) -> Mesh:
+    """A one-axis mesh over the devices, in their order."""
+    return Mesh(np.array(devices), (REPLICA_AXIS,), axis_types=(AxisType.Auto,))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """Every device holds the whole array."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def split(mesh: Mesh) -> NamedSharding:
+    """Axis 0 is split over the replicas."""
+    return NamedSharding(mesh, PartitionSpec(REPLICA_AXIS))
+
+
+def span(devices: Sequence[Any]) -> str:
+    """Short names of devices: 'cpu:0-3', 'gpu:1', 'cpu:2,0'."""
+    ids = [d.id for d in devices]
+    in_a_row = ids == list(range(ids[0], ids[0] + len(ids))) and len(ids) > 1
+    return f"{devices[0].platform}:" + (f"{ids[0]}-{ids[-1]}" if in_a_row else ",".join(map(str, ids)))
+
+
+def backend_started() -> bool:
+    """True once JAX has opened its devices; settings about them come too late then."""
+    from jax._src import xla_bridge
+
+    return bool(xla_bridge.backends_are_initialized())
