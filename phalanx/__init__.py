@@ -26,3 +26,9 @@ from phalanx.variables import Component as Component
 from phalanx.variables import Variable as Variable
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> object:
+    from phalanx._tensorflow import MODULE, no_such
+
+    raise no_such("module 'phalanx'", name, MODULE)

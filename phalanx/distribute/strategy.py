@@ -15,6 +15,7 @@ import numpy as np
 from phalanx import _jax, state
 from phalanx._checks import check_call, check_function, take_apart
 from phalanx._eager_programs import EagerPrograms, as_function
+from phalanx._tensorflow import STRATEGY, no_such
 from phalanx.data.dataset import AutoShard, DistributedDataset, InputContext
 from phalanx.data.elements import Remainder
 from phalanx.distribute.collectives import check_op
@@ -86,6 +87,9 @@ class Strategy:
             f"{type(self).__name__}: {self.num_replicas} replica{'s' * (self.num_replicas > 1)} on {_jax.span(self.devices)},"
             f" {jax.process_count()} process{'es' * (jax.process_count() > 1)}"
         )
+
+    def __getattr__(self, name: str) -> Any:
+        raise no_such(repr(type(self).__name__), name, STRATEGY)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({_jax.span(self.devices)})"

@@ -1,0 +1,41 @@
+"""TensorFlow's names: asking for one says what it is called here."""
+
+from __future__ import annotations
+
+MODULE = {
+    "AggregationMethod": 'a string: aggregation="sum"',
+    "ConcreteFunction": "f.get_concrete_function(...)",
+    "InputContext": "what strategy.distribute_datasets_from_function hands to its function",
+    "MirroredStrategy": "px.Mirrored()",
+    "OneDeviceStrategy": 'px.OneDevice("gpu:0")',
+    "ReduceOp": 'a string: "sum" or "mean"',
+    "TPUStrategy": "px.TPU()",
+    "VariableAggregation": 'a string: px.Variable(..., aggregation="sum")',
+    "VariableSynchronization": 'a string: px.Variable(..., synchronization="on_read")',
+    "autodiff": "px.ForwardAccumulator",
+    "constant": "jnp.asarray",
+    "custom_gradient": "jax.custom_vjp",
+    "has_strategy": "px.get_strategy",
+    "stop_gradient": "jax.lax.stop_gradient",
+}
+"""Names of ``tf``, ``tf.distribute`` and ``tf.autodiff``."""
+
+STRATEGY = {
+    "cluster_resolver": "jax.process_index() and jax.process_count()",
+    "experimental_assign_to_logical_device": "nothing: a replica is one device",
+    "experimental_distribute_dataset": "strategy.distribute_dataset(source, batch_size=...)",
+    "experimental_distribute_datasets_from_function": "strategy.distribute_datasets_from_function(fn)",
+    "experimental_distribute_values_from_function": "strategy.distribute_values_from_function(fn)",
+    "experimental_local_results": "strategy.local_results(value)",
+    "experimental_run_v2": "strategy.run(fn, args=...)",
+    "extended": "strategy.update(variable, fn, args) and px.get_replica_context().merge_call",
+    "num_replicas_in_sync": "strategy.num_replicas",
+}
+"""Names of ``tf.distribute.Strategy``."""
+
+
+def no_such(owner: str, name: str, names: dict[str, str]) -> AttributeError:
+    """The error for an attribute that does not exist."""
+    here = names.get(name)
+    hint = "" if here is None else f"; what TensorFlow calls {name} is here {here}"
+    return AttributeError(f"{owner} has no attribute {name!r}{hint}", name=name)
