@@ -1,5 +1,7 @@
 """Write a training step for one device; run it unchanged on one, eight or a thousand."""
 
+import importlib
+
 from phalanx import errors as errors
 from phalanx.control_flow import cond as cond
 from phalanx.control_flow import scan as scan
@@ -29,6 +31,8 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> object:
+    if name == "keras":
+        return importlib.import_module("phalanx.keras")
     from phalanx._tensorflow import MODULE, no_such
 
     raise no_such("module 'phalanx'", name, MODULE)

@@ -56,10 +56,31 @@ def check_call(args: Any, kwargs: Any, caller: str) -> tuple[tuple[Any, ...], di
     return tuple(args), dict(kwargs or {})
 
 
+_counterparts: dict[type, Callable[[Any], Any]] = {}
+
+
+def register_variables(cls: type, counterpart: Callable[[Any], Any]) -> None:
+    """Take another library's variables wherever a `Variable` is taken: `counterpart` gives the one that stands for it."""
+    _counterparts[cls] = counterpart
+
+
+def is_foreign_variable(value: Any) -> bool:
+    """Whether it is a variable of another library, for which one of ours stands."""
+    return isinstance(value, tuple(_counterparts))
+
+
+def counterparts(values: list[Any]) -> list[Any]:
+    """The values, with our variables in place of other libraries'."""
+    if not _counterparts:
+        return values
+    return [next((convert(v) for cls, convert in _counterparts.items() if isinstance(v, cls)), v) for v in values]
+
+
 def take_apart(tree: Any, label: str, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Any]:
     """Leaves and structure of a pytree."""
     try:
-        return jax.tree.flatten(tree, is_leaf=is_leaf)
+        leaves, structure = jax.tree.flatten(tree, is_leaf=is_leaf)
+        return counterparts(leaves), structure
     except (TypeError, ValueError) as error:
         raise ArgumentTypeError(f"{label}: JAX cannot take {tree!r:.60} apart: {error} Dict keys must sort.") from error
 

@@ -80,7 +80,7 @@ class CrossReplica(Context):
             frame.store(variable, apply_op(op, frame.load(variable) if op != "assign" else None, value))
             return
         if op != "assign":
-            if variable.aggregation == "sum":
+            if variable.aggregation == "sum" and variable.strategy is not None:
                 raise AggregationRequiredError(
                     f"{variable.label} has aggregation 'sum' and one component per replica: adding to it in"
                     " cross-replica context could mean once or once per replica. Assign the total with"
@@ -105,7 +105,7 @@ class CrossReplica(Context):
         # Every component starts with the initial value, also under 'sum' (peer: var_on_read_sum_replica_updates).
         if not variable.per_replica:
             return value
-        return jnp.broadcast_to(value[None], (variable.num_components, *value.shape))
+        return variable._repeated(value, variable.num_components)
 
     def merge(self, variable: Variable, stored: Any) -> jax.Array:
         """The one value that stands for all components of a per-replica variable."""
@@ -119,7 +119,7 @@ class CrossReplica(Context):
         n = variable.num_components
         value = jnp.asarray(value, variable.dtype)
         if variable.aggregation != "sum" or n == 1:
-            return jnp.broadcast_to(value[None], (n, *value.shape))
+            return variable._repeated(value, n)
         if jnp.issubdtype(variable.dtype, jnp.inexact):
             return jnp.broadcast_to((value / n)[None], (n, *value.shape))
         # The first replica takes what does not divide: a count reads back as it was assigned.

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from phalanx import _jax
-from phalanx._checks import is_numeric, take_apart
+from phalanx._checks import is_foreign_variable, is_numeric, take_apart
 from phalanx.errors import ArgumentError, ArgumentTypeError
 from phalanx.variables import Component, Variable
 
@@ -96,7 +96,7 @@ def static_key(value: Any, label: str) -> Hashable:
         return value.key
     if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
         return function_key(value)
-    if isinstance(value, (Variable, Component)) or _hashes_by_identity(value):
+    if isinstance(value, (Variable, Component)) or is_foreign_variable(value) or _hashes_by_identity(value):
         return Identity(value)
     if isinstance(value, (np.ndarray, np.generic)) and not is_numeric(value.dtype):
         raise ArgumentTypeError(

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from phalanx import _jax, state
+from phalanx._checks import counterparts
 from phalanx.distribute.collectives import all_reduce, check_op
 from phalanx.distribute.in_effect import get_strategy
 from phalanx.distribute.values import is_per_replica
@@ -242,7 +243,7 @@ class Optimizer:
 
 def _checked_variables(variables: Any, caller: str) -> tuple[Variable, ...]:
     try:
-        variables = tuple(variables)
+        variables = tuple(counterparts(list(variables)))
     except TypeError:
         raise ArgumentTypeError(f"{caller} takes a list of px.Variables, got {type(variables).__name__}.") from None
     for v in variables:

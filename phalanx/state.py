@@ -13,11 +13,13 @@ each read. A new kind of place is a new frame, nothing else.
 
 from __future__ import annotations
 
+import importlib
 import itertools
+import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -38,7 +40,7 @@ from phalanx._turns import lock as lock
 from phalanx._turns import set_all as set_all
 from phalanx._turns import tracing as tracing
 from phalanx._turns import turn as turn
-from phalanx.errors import FrozenVariableError, VariableCreationError, VariableWriteError
+from phalanx.errors import FrozenVariableError, StrategyError, VariableCreationError, VariableWriteError
 
 if TYPE_CHECKING:
     from phalanx.variables import Variable
@@ -399,9 +401,21 @@ def context() -> Context:
     return _stack.top.context
 
 
+_not_met = {"keras": "phalanx.keras"}
+"""Libraries whose variables take part once both are imported, in whatever order, and the module that sees to it."""
+
+
+def _meet_libraries() -> None:
+    for library in [name for name in _not_met if name in sys.modules]:
+        with suppress(StrategyError):  # it runs on another backend, and has nothing that could take part
+            importlib.import_module(_not_met.pop(library))
+
+
 @contextmanager
 def pushed(frame: Frame) -> Iterator[None]:
     """Put a frame on top of the stack for the length of the block."""
+    if _not_met:
+        _meet_libraries()
     before = _stack.top
     _stack.top = frame
     try:
@@ -412,6 +426,8 @@ def pushed(frame: Frame) -> Iterator[None]:
 
 def set_top(frame: Frame) -> None:
     """For tapes, which may be closed in another order than they were opened."""
+    if _not_met:
+        _meet_libraries()
     _stack.top = frame
     renew_bodies()
 
@@ -454,6 +470,21 @@ def read(variable: Variable) -> jax.Array:
     base = frame.base
     value = base.context.read(variable, base)
     return _tell_tapes(frame, variable, value)
+
+
+def read_out_of_traces(variable: Variable) -> jax.Array:
+    """As `read`, in a function that JAX traces and does not keep, where the present value may be a constant."""
+    frame = _stack.top
+    if not frame.base.is_eager:
+        return read(variable)
+    with _jax.outside_traces():
+        value = frame.base.context.read(variable, frame.base)
+    return _tell_tapes(frame, variable, value)
+
+
+def is_plain() -> bool:
+    """Whether this thread is in eager code outside every scope."""
+    return _stack.top.is_eager and _stack.top.context.strategy is None and _stack.top.base is _stack.top
 
 
 def borrow(variable: Variable) -> Any:

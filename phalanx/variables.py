@@ -267,6 +267,10 @@ class Variable(AsArray):
         """`stored` on the devices of the variable's strategy."""
         return stored if self.strategy is None else self.strategy.place(stored, per_replica=self.per_replica)
 
+    def _repeated(self, value: Any, n: int) -> Any:
+        """What each of `n` components holds when the variable is set to `value`."""
+        return jnp.broadcast_to(value[None], (n, *value.shape))
+
     def _replace(self, stored: Any) -> None:
         """Take another array, which others may hold too."""
         is_first = self._stored is None

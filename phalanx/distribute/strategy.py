@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from phalanx import _jax, state
-from phalanx._checks import check_call, check_function, take_apart
+from phalanx._checks import check_call, check_function, counterparts, take_apart
 from phalanx._eager_programs import EagerPrograms, as_function
 from phalanx._tensorflow import STRATEGY, no_such
 from phalanx.data.dataset import AutoShard, DistributedDataset, InputContext
@@ -316,6 +316,7 @@ class Strategy:
         Args:
             value: `PerReplica` or variable: one part per replica; anything else is its own only part.
         """
+        (value,) = counterparts([value])
         if isinstance(value, Variable):
             return tuple(component.value for component in self._local(value.components))
         if is_per_replica(value):
@@ -340,6 +341,7 @@ class Strategy:
         Raises:
             ArgumentTypeError: for anything but a component or a variable.
         """
+        (component,) = counterparts([component])
         if isinstance(component, Variable):
             return component
         if isinstance(component, Component):
@@ -354,6 +356,8 @@ class Strategy:
         Raises:
             ReplicaDivergenceError: when an argument differs between the replicas.
         """
+        given = variable
+        (variable,) = counterparts([given])
         if not isinstance(variable, Variable):
             raise ArgumentTypeError(f"update takes a variable, got {type(variable).__name__}.")
         check_function(fn, "update")
@@ -364,7 +368,7 @@ class Strategy:
                 is_per_replica(leaf) or (isinstance(leaf, jax.Array) and _jax.varies(leaf))
             ):
                 raise state.diverging(variable, "update was given an argument that differs between replicas")
-        return fn(variable, *args, **kwargs)
+        return fn(given, *args, **kwargs)
 
     # ---- feeding ----
 

@@ -1,0 +1,6 @@
+"""Makes Keras follow the rules, once."""
+
+from phalanx.keras import reductions, variables
+
+variables.install()
+reductions.install()

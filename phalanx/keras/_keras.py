@@ -1,0 +1,92 @@
+"""The only module that knows Keras's insides, and its versions.
+
+Supported: Keras 3.12 and newer with the JAX backend. What is public stands first; the rest carries no
+promise, and tests/keras/test_insides.py says so when a release moves it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+if "keras" not in sys.modules:
+    os.environ.setdefault("KERAS_BACKEND", "jax")
+
+try:
+    import keras
+except ImportError as error:
+    raise ImportError(
+        "phalanx.keras needs Keras 3.12 or newer: pip install 'phalanx[keras]'.", name=error.name
+    ) from error
+
+from collections.abc import Callable
+from typing import Any
+
+from phalanx.errors import StrategyError
+
+OLDEST = (3, 12)
+
+if keras.config.backend() != "jax":
+    raise StrategyError(
+        f"phalanx.keras needs Keras's JAX backend, and Keras runs on {keras.config.backend()!r}. Set the environment"
+        " variable KERAS_BACKEND=jax before Keras is imported (os.environ['KERAS_BACKEND'] = 'jax' in the first line)."
+    )
+if tuple(int(part) for part in keras.__version__.split(".")[:2]) < OLDEST:
+    raise ImportError(f"phalanx.keras needs Keras {OLDEST[0]}.{OLDEST[1]} or newer, found {keras.__version__}.")
+if keras.config.is_nnx_enabled():
+    raise StrategyError("phalanx.keras works with Keras's own variables; unset KERAS_NNX_ENABLED.")
+
+from keras.src import backend as backend
+from keras.src.backend.common.stateless_scope import get_stateless_scope as get_stateless_scope
+from keras.src.trainers import data_adapters as data_adapters
+from keras.src.trainers.data_adapters.array_slicing import train_validation_split as train_validation_split
+from keras.src.trainers.data_adapters.data_adapter import DataAdapter as DataAdapter
+
+Variable = keras.Variable
+
+
+def stored(variable: Any) -> Any:
+    """The array in a variable that Phalanx has not taken over; None when it is not initialised."""
+    return variable._value
+
+
+def empty(variable: Any) -> None:
+    """Take the array out of a variable, for which one of ours stands from here on."""
+    variable._value = None
+
+
+def stored_dtype(variable: Any) -> str:
+    """The dtype of the array, whatever it is cast to where it is used."""
+    return str(variable._dtype)
+
+
+def initialise(variable: Any) -> Any:
+    """The initial value of a variable whose initialisation was put off."""
+    value = variable._convert_to_tensor(variable._initializer(variable.shape, dtype=variable._dtype))
+    variable._initializer = None
+    return value
+
+
+def autocast(variable: Any, value: Any) -> Any:
+    """`value` in the dtype that a layer with mixed precision computes in."""
+    return variable._maybe_autocast(value)
+
+
+def converted(variable: Any, value: Any) -> Any:
+    """`value` as an array of the variable's dtype."""
+    return variable._convert_to_tensor(value, dtype=variable._dtype)
+
+
+def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    """Put ``make(original)`` in the place of an attribute, once."""
+    original = owner.__dict__.get(name) or getattr(owner, name)
+    if getattr(getattr(original, "fget", original), "_of_phalanx", False):
+        return
+    new = make(original)
+    getattr(new, "fget", new)._of_phalanx = True
+    setattr(owner, name, new)
+
+
+def unpack(data: Any) -> tuple[Any, Any, Any]:
+    """x, y and sample weights of a batch."""
+    return keras.utils.unpack_x_y_sample_weight(data)  # type: ignore[no-any-return]

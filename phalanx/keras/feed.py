@@ -1,0 +1,116 @@
+"""Keras's data adapters, their batches sent to the replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from phalanx.data.host import Arrays
+from phalanx.data.pipeline import ahead
+from phalanx.distribute.strategy import Strategy
+from phalanx.keras import _keras
+
+_AHEAD = {"cpu": 0}
+"""Batches on their way to the devices while a step runs, by platform; on a CPU the step needs the cores itself."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Batch:
+    """Rows for one run of a step."""
+
+    data: Any
+    is_split: bool = field(metadata={"static": True})
+    """Each replica has rows of its own; or, where rows do not divide, every replica has all of them."""
+
+
+Parts = tuple[Batch, ...]
+
+
+class Feed(_keras.DataAdapter):  # type: ignore[misc]
+    """What an adapter of Keras's gives, as batches on the replicas.
+
+    Rows that do not divide are computed by every replica and counted once. Where a batch may be cut
+    (`divisible`: without an update of weights it makes no difference), only the few rows left over are.
+    """
+
+    def __init__(self, adapter: Any, strategy: Strategy, divisible: bool) -> None:
+        self._adapter = adapter
+        self._strategy = strategy
+        self._divisible = divisible
+
+    def first(self) -> Any:
+        """A batch on the host, for its shapes."""
+        return next(iter(self._adapter.get_numpy_iterator()), None)
+
+    def get_jax_iterator(self) -> Iterator[Parts]:
+        """The batches of one pass, for Keras's loops."""
+
+        def batches(stopped: Callable[[], bool]) -> Iterator[Any]:
+            return iter(self._adapter.get_numpy_iterator())
+
+        def send(batch: Any) -> tuple[Parts, list[Any]]:
+            parts = distribute(batch, self._strategy, self._divisible)
+            return parts, jax.tree.leaves(parts)
+
+        return ahead(batches, send, _AHEAD.get(self._strategy.platform, 2))
+
+    get_numpy_iterator = get_jax_iterator
+
+    def on_epoch_begin(self) -> None:
+        """Keras's loops say so."""
+        self._adapter.on_epoch_begin()
+
+    def on_epoch_end(self) -> None:
+        """Keras's loops say so."""
+        self._adapter.on_epoch_end()
+
+    @property
+    def num_batches(self) -> int | None:
+        """In one pass, if known."""
+        return self._adapter.num_batches  # type: ignore[no-any-return]
+
+    @property
+    def batch_size(self) -> int | None:
+        """Rows of all replicas in a batch, if known."""
+        return self._adapter.batch_size  # type: ignore[no-any-return]
+
+    @property
+    def has_partial_batch(self) -> bool | None:
+        """Whether the last batch is smaller, if known."""
+        return self._adapter.has_partial_batch  # type: ignore[no-any-return]
+
+    @property
+    def partial_batch_size(self) -> int | None:
+        """Rows of the last batch, if known."""
+        return self._adapter.partial_batch_size  # type: ignore[no-any-return]
+
+
+def distribute(batch: Any, strategy: Strategy, divisible: bool) -> Parts:
+    """A host batch on the replicas: in one part, or two where it may be cut."""
+    arrays = Arrays.of(batch, "the batch")
+    rows = min((leaf.shape[0] for leaf in arrays.leaves if leaf.ndim), default=0)
+    n = strategy.num_replicas
+    whole = rows - rows % n
+    if whole == rows:
+        return (_split(arrays, strategy, slice(None)),)
+    if not divisible or whole == 0:
+        return (_repeated(arrays, strategy, slice(None)),)
+    return _split(arrays, strategy, slice(whole)), _repeated(arrays, strategy, slice(whole, None))
+
+
+def _split(arrays: Arrays, strategy: Strategy, rows: slice) -> Batch:
+    def send(leaf: Any) -> Any:
+        return strategy.split_rows(leaf[rows]) if leaf.ndim else strategy.place(leaf, per_replica=False)
+
+    return Batch(arrays.tree(send), is_split=True)
+
+
+def _repeated(arrays: Arrays, strategy: Strategy, rows: slice) -> Batch:
+    def send(leaf: Any) -> Any:
+        return strategy.place(leaf[rows] if leaf.ndim else leaf, per_replica=False)
+
+    return Batch(arrays.tree(send), is_split=False)

@@ -1,0 +1,83 @@
+"""Models that train on a strategy: `Model` to subclass, `replicate` for those that exist."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from phalanx.distribute.in_effect import get_strategy
+from phalanx.distribute.strategy import Strategy
+from phalanx.errors import ArgumentTypeError
+from phalanx.keras.steps import Steps
+from phalanx.keras.training import Loops, StatefulSteps
+
+
+class Model(Loops, StatefulSteps, keras.Model):  # type: ignore[misc]
+    """A `keras.Model` whose ``train_step(self, data)`` is written with variables and a tape, as in TensorFlow 2.
+
+    It trains on the strategy in whose scope it is made (or on one device). ``train_step``, ``test_step`` and
+    ``predict_step`` are run by each replica on its rows; losses are means over rows, and gradients are averaged
+    by the optimizer.
+
+    Example:
+        >>> import keras
+        >>> class Double(px.keras.Model):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.dense = keras.layers.Dense(1)
+        ...     def call(self, x):
+        ...         return self.dense(x)
+        ...     def train_step(self, data):
+        ...         x, y = data
+        ...         with px.GradientTape() as tape:
+        ...             loss = ((self(x) - y) ** 2).mean()
+        ...         grads = tape.gradient(loss, self.trainable_variables)
+        ...         self.optimizer.apply_gradients(zip(grads, self.trainable_variables))
+        ...         return {"loss": loss}
+        >>> model = Double()
+        >>> model.compile(optimizer="sgd")
+        >>> history = model.fit(jnp.ones((8, 2)), jnp.ones((8, 1)), verbose=0)
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        model = super().__new__(cls, *args, **kwargs)
+        model.__dict__["__phalanx_steps__"] = Steps(get_strategy())
+        return model
+
+    @property
+    def _steps(self) -> Steps:  # type: ignore[override]
+        return self.__dict__["__phalanx_steps__"]  # type: ignore[no-any-return]
+
+
+def replicate(model: Any, strategy: Strategy | None = None) -> Any:
+    """A Keras model that trains on a strategy, and shares everything with the original.
+
+    The two are views of one model: weights, optimizer, compiled settings and history are the same objects. Only
+    where the steps of ``fit``, ``evaluate``, ``predict`` and their like run differs.
+
+    Args:
+        model: Sequential, functional or subclassed; built or not, compiled before or after.
+        strategy: default: the one in effect, or all devices.
+
+    Raises:
+        ArgumentTypeError: for something that is no Keras model, or one with a stateless ``train_step`` for JAX.
+
+    Example:
+        >>> import keras
+        >>> model = keras.Sequential([keras.layers.Dense(1)])
+        >>> replicated = px.keras.replicate(model, px.Mirrored())
+        >>> replicated.compile(optimizer="sgd", loss="mse")
+        >>> history = replicated.fit(jnp.ones((8, 2)), jnp.ones((8, 1)), verbose=0)
+        >>> model.predict(jnp.ones((2, 2)), verbose=0).shape
+        (2, 1)
+    """
+    if not isinstance(model, keras.Model):
+        raise ArgumentTypeError(f"replicate takes a keras.Model, got {type(model).__name__}.")
+    original = type(model)
+    steps = Steps(strategy or get_strategy())
+    bases = (Loops, original) if issubclass(original, StatefulSteps) else (Loops, StatefulSteps, original)
+    body = {"_steps": property(lambda self: steps), "save": lambda self, *args, **kwargs: model.save(*args, **kwargs)}
+    view = object.__new__(type(original.__name__, bases, body))
+    view.__dict__ = model.__dict__
+    return view

@@ -1,0 +1,152 @@
+"""Where replicas meet in Keras's code: gradients in optimizers, rows in losses, branches in control flow.
+
+In a replica an average is over the rows of all replicas, so a loss object gives this replica's share of it,
+and the shares add up: optimizers sum what differs (as in TensorFlow). In the steps of a replicated model the
+law is the mean instead, so that a loss written as a mean over a replica's rows is right as it stands.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from phalanx import _jax, control_flow, state
+from phalanx.distribute.collectives import ReduceOp, all_reduce
+from phalanx.keras import _keras
+
+
+class _Law(threading.local):
+    op: ReduceOp = "sum"
+
+
+_law = _Law()
+
+
+@contextmanager
+def averaged() -> Iterator[None]:
+    """In the block replicas' losses and gradients are averaged."""
+    before, _law.op = _law.op, "mean"
+    try:
+        yield
+    finally:
+        _law.op = before
+
+
+def _num_replicas() -> int:
+    return int(state.context().strategy.num_replicas) if _jax.in_replica_trace() else 1
+
+
+# ---- optimizers ----------------------------------------------------------------------------------
+
+
+def _apply(original: Callable[..., Any]) -> Callable[..., Any]:
+    def apply(optimizer: Any, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
+        return original(optimizer, _reduced(list(grads)), trainable_variables)
+
+    return apply
+
+
+def _reduced(grads: list[Any]) -> list[Any]:
+    """The gradients over all replicas; what is the same on all of them has been reduced already."""
+    if not _jax.in_replica_trace():
+        return grads
+    differing = [i for i, g in enumerate(grads) if g is not None and _jax.varies(g)]
+    strategy = state.context().strategy
+    sums = all_reduce(_law.op, [grads[i] for i in differing], strategy.num_replicas, strategy.platform)
+    for i, total in zip(differing, sums):
+        grads[i] = total
+    return grads
+
+
+# ---- losses --------------------------------------------------------------------------------------
+
+
+def _reduce_losses(original: Callable[..., Any]) -> Callable[..., Any]:
+    def reduce_weighted_values(
+        values: Any,
+        sample_weight: Any = None,
+        mask: Any = None,
+        reduction: Any = "sum_over_batch_size",
+        dtype: Any = None,
+    ) -> Any:
+        n = _num_replicas()
+        if n == 1 or reduction in (None, "none"):
+            return original(values, sample_weight, mask, reduction, dtype)
+        values = jnp.asarray(values, dtype)
+        share = original(values, sample_weight, mask, "sum", dtype)
+        if reduction != "sum":
+            weights = sample_weight if reduction == "mean_with_sample_weight" else None
+            share = _divided(share, _rows_of_all(original, values, weights, mask, dtype))
+        return share * n if _law.op == "mean" else share
+
+    return reduce_weighted_values
+
+
+def _rows_of_all(original: Callable[..., Any], values: Any, weights: Any, mask: Any, dtype: Any) -> Any:
+    strategy = state.context().strategy
+    if weights is None and mask is None:
+        return values.size * strategy.num_replicas
+    count = jax.lax.stop_gradient(original(jnp.ones_like(values), weights, mask, "sum", dtype))
+    return all_reduce("sum", [count], strategy.num_replicas, strategy.platform)[0]
+
+
+def _divided(share: Any, count: Any) -> Any:
+    return jnp.where(count != 0, share / jnp.where(count != 0, count, 1), 0)
+
+
+# ---- control flow --------------------------------------------------------------------------------
+
+
+def _cond(original: Callable[..., Any]) -> Callable[..., Any]:
+    def cond(pred: Any, true_fn: Callable[[], Any], false_fn: Callable[[], Any]) -> Any:
+        here = original if _keras.get_stateless_scope() is not None else control_flow.cond
+        return here(pred, true_fn, false_fn)
+
+    return cond
+
+
+def _scan(original: Callable[..., Any]) -> Callable[..., Any]:
+    def scan(f: Any, init: Any, xs: Any = None, length: Any = None, reverse: bool = False, unroll: Any = 1) -> Any:
+        here = original if _keras.get_stateless_scope() is not None else control_flow.scan
+        return here(f, init, xs, length=length, reverse=reverse, unroll=unroll)
+
+    return scan
+
+
+def _while_loop(original: Callable[..., Any]) -> Callable[..., Any]:
+    def while_loop(cond: Any, body: Any, loop_vars: Any, maximum_iterations: Any = None) -> Any:
+        if _keras.get_stateless_scope() is not None:
+            return original(cond, body, loop_vars, maximum_iterations)
+        several = isinstance(loop_vars, (tuple, list))
+        start = tuple(loop_vars) if several else (loop_vars,)
+
+        def goes_on(carry: Any) -> Any:
+            i, values = carry
+            more = cond(*values)
+            return more if maximum_iterations is None else jnp.logical_and(more, i < maximum_iterations)
+
+        def step(carry: Any) -> Any:
+            i, values = carry
+            new = body(*values)
+            return i + 1, tuple(new) if isinstance(new, (tuple, list)) else (new,)
+
+        _, values = control_flow.while_loop(goes_on, step, (jnp.int32(0), start))
+        return values if several else values[0]
+
+    return while_loop
+
+
+def install() -> None:
+    """Let Keras's optimizers, losses and control flow meet the other replicas."""
+    import keras
+
+    for cls in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
+        _keras.replace(cls, "apply", _apply)
+    _keras.replace(_keras.losses, "reduce_weighted_values", _reduce_losses)
+    for name, make in (("cond", _cond), ("scan", _scan), ("while_loop", _while_loop)):
+        _keras.replace(_keras.jax_core, name, make)

@@ -1,0 +1,118 @@
+"""The compiled steps of a Keras model on a strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from phalanx.distribute.in_effect import get_replica_context
+from phalanx.distribute.strategy import Strategy
+from phalanx.distribute.values import is_per_replica
+from phalanx.function import Function, function
+from phalanx.keras.feed import Batch, Parts
+from phalanx.keras.reductions import averaged
+
+Logs = dict[str, Any]
+
+
+class Steps:
+    """One training, test and prediction step for each setting that is compiled into it."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self.strategy = strategy
+        self._functions: dict[Any, Function[..., Any]] = {}
+
+    def _function(self, key: Any, step: Callable[..., Any]) -> Function[..., Any]:
+        if key not in self._functions:
+            self._functions[key] = function(step)
+        return self._functions[key]
+
+    def reset(self) -> None:
+        """Compile anew: after `compile`, whose settings are part of the steps."""
+        self._functions.clear()
+
+    # ---- with metrics ----
+
+    def counted(self, model: Any, kind: str, parts: Parts) -> Logs:
+        """Run ``model.train_step`` or ``model.test_step`` on a batch; the metrics over all rows since their last reset."""
+        step = getattr(model, kind)
+
+        def on_replicas(batch: Batch) -> Logs:
+            def replica_step(data: Any) -> Logs:
+                with averaged(), _counted_once(model, not batch.is_split):
+                    return step(data) or {}
+
+            logs = self.strategy.run(replica_step, args=(batch.data,))
+            results = _results(model)
+            return {name: results[name] if name in results else self._merged(v) for name, v in logs.items()}
+
+        run = on_replicas if model.run_eagerly else self._function((kind, *_settings(model)), on_replicas)
+        logs: Logs = {}
+        for part in parts:
+            logs = run(part)
+        return logs
+
+    def _merged(self, value: Any) -> Any:
+        return jax.tree.map(
+            lambda v: self.strategy.reduce("mean", v) if is_per_replica(v) else v, value, is_leaf=is_per_replica
+        )
+
+    # ---- without ----
+
+    def predicted(self, model: Any, parts: Parts) -> Any:
+        """The outputs of ``model.predict_step`` for a batch, on the host, in the order of its rows."""
+
+        def on_replicas(batch: Batch) -> Any:
+            return self.strategy.run(model.predict_step, args=(batch.data,))
+
+        run = on_replicas if model.run_eagerly else self._function(("predict_step", *_settings(model)), on_replicas)
+        outputs = [self._to_host(run(part), part) for part in parts]
+        return outputs[0] if len(outputs) == 1 else jax.tree.map(lambda *leaves: np.concatenate(leaves), *outputs)
+
+    def _to_host(self, outputs: Any, part: Batch) -> Any:
+        def rows(value: Any) -> Any:
+            if not is_per_replica(value):
+                return np.asarray(value)
+            shards = self.strategy.local_results(value)
+            if not part.is_split:
+                return np.asarray(shards[0])
+            return np.concatenate([np.asarray(shard) for shard in shards])
+
+        return jax.tree.map(rows, outputs, is_leaf=is_per_replica)
+
+
+def _settings(model: Any) -> list[bool]:
+    """What Keras reads from the model while a step is traced, and lets users change between steps."""
+    return [layer.trainable for layer in model._flatten_layers()]
+
+
+def _results(model: Any) -> Logs:
+    """The metrics' results, as the logs name them."""
+    results = {}
+    for metric in model.metrics:
+        value = metric.result()
+        results |= value if isinstance(value, dict) else {metric.name: value}
+    return results
+
+
+class _counted_once:
+    """Where every replica sees the same rows, only the first one's metrics keep them."""
+
+    def __init__(self, model: Any, needed: bool) -> None:
+        self._variables = model.metrics_variables if needed else []
+
+    def __enter__(self) -> None:
+        self._before = [v.value for v in self._variables]
+
+    def __exit__(self, kind: Any, error: Any, where: Any) -> None:
+        if kind is not None:
+            return
+        context = get_replica_context()
+        assert context is not None
+        first = context.replica_id == 0
+        for variable, before in zip(self._variables, self._before):
+            variable.assign(jnp.where(first, variable.value, before))

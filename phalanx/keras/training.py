@@ -1,0 +1,224 @@
+"""Training steps in the style of TensorFlow 2, and Keras's own loops around them, on a strategy."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+import jax
+import numpy as np
+
+from phalanx.distribute.strategy import Strategy
+from phalanx.errors import ArgumentError
+from phalanx.keras import _keras
+from phalanx.keras.feed import Batch, Feed, Parts, distribute
+from phalanx.keras.steps import Logs, Steps
+from phalanx.tape import GradientTape
+
+
+class StatefulSteps:
+    """One step of one replica on its rows; models override them."""
+
+    def train_step(self: Any, data: Any) -> Logs:
+        """Compute the loss and its gradients, update weights and metrics; returns the metrics' results."""
+        x, y, sample_weight = _keras.unpack(data)
+        with GradientTape() as tape:
+            y_pred = self(x, training=True) if self._call_has_training_arg else self(x)
+            loss = self._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
+            self._loss_tracker.update_state(loss, sample_weight=_rows(x))
+            scaled = self.optimizer.scale_loss(loss)
+        weights = self.trainable_weights
+        self.optimizer.apply_gradients(zip(tape.gradient(scaled, weights), weights))
+        return self.compute_metrics(x, y, y_pred, sample_weight=sample_weight)  # type: ignore[no-any-return]
+
+    def test_step(self: Any, data: Any) -> Logs:
+        """Compute the loss and update metrics; returns the metrics' results."""
+        x, y, sample_weight = _keras.unpack(data)
+        y_pred = self(x, training=False) if self._call_has_training_arg else self(x)
+        loss = self._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=False)
+        self._loss_tracker.update_state(loss, sample_weight=_rows(x))
+        return self.compute_metrics(x, y, y_pred, sample_weight=sample_weight)  # type: ignore[no-any-return]
+
+    def predict_step(self: Any, data: Any) -> Any:
+        """The outputs for the rows."""
+        x, _, _ = _keras.unpack(data)
+        return self(x, training=False) if self._call_has_training_arg else self(x)
+
+
+def _rows(x: Any) -> int:
+    return int(jax.tree.leaves(x)[0].shape[0])
+
+
+class Loops:
+    """Keras's `fit`, `evaluate`, `predict` and their like, each step run on the replicas.
+
+    Values live in the variables, so the state that Keras hands from step to step on JAX is empty here.
+    """
+
+    _steps: Steps
+
+    @property
+    def strategy(self) -> Strategy:
+        """Where the steps run."""
+        return self._steps.strategy
+
+    # ---- Keras's entry points ----
+
+    def compile(self: Any, *args: Any, **kwargs: Any) -> None:
+        """As in Keras."""
+        self._steps.reset()
+        with self.strategy.scope():
+            super().compile(*args, **kwargs)  # type: ignore[misc]
+
+    def fit(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in Keras, on all replicas; `batch_size` is that of all of them together."""
+        given = _arguments(super().fit, args, kwargs)  # type: ignore[misc]
+        if given["validation_split"] and given["validation_data"] is None:
+            _split_off_validation(given)
+        if given["validation_data"] is not None:
+            x, y, sample_weight = _keras.unpack(given["validation_data"])
+            given["validation_data"] = self._feed(
+                x, y, sample_weight, given["validation_batch_size"] or given["batch_size"], given["validation_steps"]
+            )
+        given["x"] = self._feed(
+            given["x"],
+            given.pop("y"),
+            given.pop("sample_weight"),
+            given.pop("batch_size"),
+            given["steps_per_epoch"],
+            shuffle=given.pop("shuffle"),
+            class_weight=given.pop("class_weight"),
+            divisible=False,
+        )
+        with self._on_the_strategy():
+            return super().fit(**given)  # type: ignore[misc]
+
+    def evaluate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in Keras, on all replicas."""
+        given = _arguments(super().evaluate, args, kwargs)  # type: ignore[misc]
+        feed = self._feed(
+            given["x"], given.pop("y"), given.pop("sample_weight"), given.pop("batch_size"), given["steps"]
+        )
+        with self._on_the_strategy():
+            return super().evaluate(**given | {"x": feed})  # type: ignore[misc]
+
+    def predict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in Keras, on all replicas: one output for each row, in the order of the rows."""
+        given = _arguments(super().predict, args, kwargs)  # type: ignore[misc]
+        feed = self._feed(given["x"], None, None, given.pop("batch_size"), given["steps"])
+        with self._on_the_strategy():
+            return super().predict(**given | {"x": feed})  # type: ignore[misc]
+
+    def train_on_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in Keras, on all replicas."""
+        with self._on_the_strategy():
+            return super().train_on_batch(*args, **kwargs)  # type: ignore[misc]
+
+    def test_on_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in Keras, on all replicas."""
+        with self._on_the_strategy():
+            return super().test_on_batch(*args, **kwargs)  # type: ignore[misc]
+
+    def predict_on_batch(self: Any, x: Any) -> Any:
+        """As in Keras, on all replicas."""
+        with self._on_the_strategy():
+            return super().predict_on_batch(x)  # type: ignore[misc]
+
+    def _feed(
+        self,
+        x: Any,
+        y: Any,
+        sample_weight: Any,
+        batch_size: Any,
+        steps: Any,
+        *,
+        shuffle: bool = False,
+        class_weight: Any = None,
+        divisible: bool = True,
+    ) -> Any:
+        if isinstance(x, Feed):
+            return x
+        adapter = _keras.data_adapters.get_data_adapter(
+            x=x,
+            y=y,
+            sample_weight=sample_weight,
+            batch_size=batch_size,
+            steps_per_epoch=steps,
+            shuffle=shuffle,
+            class_weight=class_weight,
+        )
+        return Feed(adapter, self.strategy, divisible)
+
+    @contextlib.contextmanager
+    def _on_the_strategy(self: Any) -> Iterator[None]:
+        # The model that this is a view of keeps its own functions, which work on other state.
+        names = ("train_function", "test_function", "predict_function")
+        before = {name: self.__dict__.get(name) for name in names}
+        try:
+            with self.strategy.scope():
+                yield
+        finally:
+            self.__dict__.update(before)
+
+    # ---- what Keras's loops call ----
+
+    def make_train_function(self: Any, force: bool = False) -> None:
+        """Keras's loops ask for it."""
+        self.train_function = self._stepper(lambda parts: self._steps.counted(self, "train_step", parts))
+
+    def make_test_function(self: Any, force: bool = False) -> None:
+        """Keras's loops ask for it."""
+        self.test_function = self._stepper(lambda parts: self._steps.counted(self, "test_step", parts))
+
+    def make_predict_function(self: Any, force: bool = False) -> None:
+        """Keras's loops ask for it."""
+        self.predict_function = self._stepper(lambda parts: self._steps.predicted(self, parts), _concatenated)
+
+    def _stepper(
+        self: Any, step: Callable[[Parts], Any], combine: Callable[[list[Any]], Any] = lambda outs: outs[-1]
+    ) -> Callable[[Any, Iterator[Any]], tuple[Any, Any]]:
+        def steps(state: Any, iterator: Iterator[Any]) -> tuple[Any, Any]:
+            outs = [step(self._on_replicas(batch)) for batch in islice(iterator, self.steps_per_execution)]
+            if not outs:
+                raise StopIteration
+            return combine(outs), state
+
+        return steps
+
+    def _on_replicas(self, batch: Any) -> Parts:
+        """What `Feed` has sent already; or a batch of Keras's ``..._on_batch``."""
+        if isinstance(batch, tuple) and batch and isinstance(batch[0], Batch):
+            return batch
+        return distribute(batch, self.strategy, divisible=False)
+
+    def _get_jax_state(self, **wanted: bool) -> tuple[None, ...]:
+        return tuple(None for name, is_wanted in wanted.items() if is_wanted and name != "purge_model_variables")
+
+    def _symbolic_build(self: Any, iterator: Any = None, data_batch: Any = None) -> None:
+        if data_batch is None:
+            data_batch = iterator.data_adapter.first()
+            if data_batch is None:
+                raise ArgumentError(f"{type(self).__name__}: the data is empty.")
+        super()._symbolic_build(data_batch=data_batch)  # type: ignore[misc]
+
+
+def _concatenated(outputs: list[Any]) -> Any:
+    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *outputs)
+
+
+def _arguments(method: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
+    bound = inspect.signature(method).bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = dict(bound.arguments)
+    return given | given.pop("kwargs", {})
+
+
+def _split_off_validation(given: dict[str, Any]) -> None:
+    names = ("x", "y", "sample_weight")
+    rest, validation = _keras.train_validation_split(
+        tuple(given[name] for name in names), validation_split=given.pop("validation_split")
+    )
+    given.update(zip(names, rest), validation_data=validation)

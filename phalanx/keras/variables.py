@@ -1,0 +1,184 @@
+"""Keras's variables as citizens: a `phalanx` variable stands for each that takes part in a step.
+
+A Keras variable keeps its array to itself until it is first used in a tape, a traced function or a
+replica, or made in a strategy's scope. From then on a variable of ours holds the value, and Keras's
+reads and writes, wherever they come from, go to it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from phalanx import _jax, state
+from phalanx._checks import register_variables
+from phalanx.errors import AssignmentError
+from phalanx.keras import _keras
+from phalanx.variables import Aggregation, Synchronization, Variable, is_per_replica
+
+_COUNTERPART = "_phalanx_variable"
+_GOLDEN = np.uint32(0x9E3779B9)
+"""How far apart the replicas' seeds are: a odd number, so that no two of 2**32 are the same."""
+
+
+class KerasVariable(Variable):
+    """Stands for a Keras variable; follows its `trainable`."""
+
+    def __init__(self, keras_variable: Any, value: Any) -> None:
+        self._keras_variable = keras_variable
+        aggregation, synchronization = _rules(keras_variable)
+        super().__init__(
+            value,
+            trainable=keras_variable.trainable,
+            name=keras_variable.path,
+            aggregation=aggregation,
+            synchronization=synchronization,
+        )
+
+    @property
+    def trainable(self) -> bool:  # type: ignore[override]
+        """Whether tapes watch it on their own: as the Keras variable says now."""
+        return bool(self._keras_variable.trainable)
+
+    @trainable.setter
+    def trainable(self, value: bool) -> None:
+        pass
+
+
+class Seed(KerasVariable):
+    """The state of a seed generator: each replica draws numbers of its own, the first one those of a single device."""
+
+    def _repeated(self, value: Any, n: int) -> Any:
+        apart = (
+            jnp.zeros((n, 2), value.dtype).at[:, 0].set((jnp.arange(n, dtype=jnp.uint32) * _GOLDEN).astype(value.dtype))
+        )
+        return value[None] + apart
+
+
+def _is_seed(variable: Any) -> bool:
+    return variable.name == "seed_generator_state" and variable.shape == (2,) and not variable.trainable
+
+
+def _rules(variable: Any) -> tuple[Aggregation, Synchronization]:
+    """How the replicas' values merge, and when."""
+    if _is_seed(variable):
+        return "only_first_replica", "on_read"
+    if variable.synchronization == "on_read":  # metrics
+        return variable.aggregation, "on_read"
+    if variable.aggregation == "none" and not variable.trainable and _is_float(variable):
+        # Statistics of a replica's own rows, as batch normalisation keeps them: the mean is that of all rows.
+        return "mean", "auto"
+    return variable.aggregation, "auto"
+
+
+def _is_float(variable: Any) -> bool:
+    return bool(jnp.issubdtype(_keras.stored_dtype(variable), jnp.floating))
+
+
+def counterpart(variable: Any) -> Variable:
+    """The variable that stands for a Keras variable; made when there is none yet."""
+    known = variable.__dict__.get(_COUNTERPART)
+    if known is None:
+        with state.lifted_out():
+            value = _keras.stored(variable)
+            known = _stand_in(variable, _keras.initialise(variable) if value is None else value)
+    return known
+
+
+def _stand_in(variable: Any, value: Any) -> Variable:
+    known = variable.__dict__[_COUNTERPART] = (Seed if _is_seed(variable) else KerasVariable)(variable, value)
+    _keras.empty(variable)
+    return known
+
+
+# ---- Keras's side --------------------------------------------------------------------------------
+
+
+def _read(original: property) -> property:
+    def value(variable: Any) -> Any:
+        scope = _keras.get_stateless_scope()
+        if scope is not None:
+            given = scope.get_current_value(variable)
+            if given is not None:
+                return _keras.autocast(variable, given)
+        if _COUNTERPART not in variable.__dict__ and (state.is_plain() or _is_placeholder(variable, scope)):
+            return original.fget(variable)  # type: ignore[misc]
+        # In a scope of Keras's, a function is traced for its shapes alone, or as the body of a loop.
+        read = state.read if scope is None else state.read_out_of_traces
+        return _keras.autocast(variable, read(counterpart(variable)))
+
+    return property(value, doc=original.__doc__)
+
+
+def _is_placeholder(variable: Any, scope: Any) -> bool:
+    return scope is not None and _keras.stored(variable) is None
+
+
+def _assign(original: Any) -> Any:
+    def assign(variable: Any, value: Any) -> Any:
+        if _goes_to_keras(variable):
+            return original(variable, value)
+        counterpart(variable).assign(_fitting(variable, value))
+        return value
+
+    return assign
+
+
+def _assign_by(operation: str) -> Any:
+    def make(original: Any) -> Any:
+        def assign_by(variable: Any, value: Any) -> Any:
+            if _goes_to_keras(variable):
+                return original(variable, value)
+            ours = counterpart(variable)
+            getattr(ours, operation)(jnp.broadcast_to(_keras.converted(variable, value), variable.shape))
+            return variable.value
+
+        return assign_by
+
+    return make
+
+
+def _goes_to_keras(variable: Any) -> bool:
+    """Whether a write is Keras's business: in its own scopes, and for variables that never left it."""
+    if _keras.get_stateless_scope() is not None:
+        return True
+    return _COUNTERPART not in variable.__dict__ and state.is_plain()
+
+
+def _fitting(variable: Any, value: Any) -> Any:
+    if is_per_replica(value):
+        return value
+    array = _keras.converted(variable, value)
+    if tuple(array.shape) != tuple(variable.shape):
+        raise AssignmentError(
+            f"Variable {variable.path!r} has shape {tuple(variable.shape)}, got a value of shape {tuple(array.shape)} at"
+            f" {_jax.user_line()}."
+        )
+    return array
+
+
+def _create(original: Any) -> Any:
+    def __init__(variable: Any, initializer: Any, *args: Any, **kwargs: Any) -> None:
+        if state.is_plain() or _keras.get_stateless_scope() is not None:
+            original(variable, initializer, *args, **kwargs)
+            return
+        traced = initializer if _jax.is_tracer(initializer) else None
+        with state.lifted_out():
+            start = jnp.zeros(traced.shape, traced.dtype) if traced is not None else initializer
+            original(variable, start, *args, **kwargs)
+        _stand_in(variable, _keras.stored(variable) if traced is None else _keras.converted(variable, traced))
+
+    return __init__
+
+
+def install() -> None:
+    """Let Keras's variables find their counterparts."""
+    cls = _keras.Variable
+    _keras.replace(cls, "__init__", _create)
+    _keras.replace(cls, "value", _read)
+    _keras.replace(cls, "assign", _assign)
+    _keras.replace(cls, "assign_add", _assign_by("assign_add"))
+    _keras.replace(cls, "assign_sub", _assign_by("assign_sub"))
+    register_variables(cls, counterpart)
