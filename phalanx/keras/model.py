@@ -78,6 +78,6 @@ def replicate(model: Any, strategy: Strategy | None = None) -> Any:
     steps = Steps(strategy or get_strategy())
     bases = (Loops, original) if issubclass(original, StatefulSteps) else (Loops, StatefulSteps, original)
     body = {"_steps": property(lambda self: steps), "save": lambda self, *args, **kwargs: model.save(*args, **kwargs)}
-    view = object.__new__(type(original.__name__, bases, body))
+    view: Any = object.__new__(type(original.__name__, bases, body))
     view.__dict__ = model.__dict__
     return view

@@ -147,6 +147,6 @@ def install() -> None:
 
     for cls in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
         _keras.replace(cls, "apply", _apply)
-    _keras.replace(_keras.losses, "reduce_weighted_values", _reduce_losses)
+    _keras.replace(_keras.loss, "reduce_weighted_values", _reduce_losses)
     for name, make in (("cond", _cond), ("scan", _scan), ("while_loop", _while_loop)):
-        _keras.replace(_keras.jax_core, name, make)
+        _keras.replace(_keras.core, name, make)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -92,27 +93,22 @@ def _settings(model: Any) -> list[bool]:
 
 def _results(model: Any) -> Logs:
     """The metrics' results, as the logs name them."""
-    results = {}
+    results: Logs = {}
     for metric in model.metrics:
         value = metric.result()
         results |= value if isinstance(value, dict) else {metric.name: value}
     return results
 
 
-class _counted_once:
+@contextmanager
+def _counted_once(model: Any, needed: bool) -> Iterator[None]:
     """Where every replica sees the same rows, only the first one's metrics keep them."""
-
-    def __init__(self, model: Any, needed: bool) -> None:
-        self._variables = model.metrics_variables if needed else []
-
-    def __enter__(self) -> None:
-        self._before = [v.value for v in self._variables]
-
-    def __exit__(self, kind: Any, error: Any, where: Any) -> None:
-        if kind is not None:
-            return
-        context = get_replica_context()
-        assert context is not None
-        first = context.replica_id == 0
-        for variable, before in zip(self._variables, self._before):
-            variable.assign(jnp.where(first, variable.value, before))
+    if not needed:
+        yield
+        return
+    before = [variable.value for variable in model.metrics_variables]
+    yield
+    context = get_replica_context()
+    assert context is not None
+    for variable, old in zip(model.metrics_variables, before):
+        variable.assign(jnp.where(context.replica_id == 0, variable.value, old))

@@ -160,7 +160,7 @@ def _fitting(variable: Any, value: Any) -> Any:
 
 
 def _create(original: Any) -> Any:
-    def __init__(variable: Any, initializer: Any, *args: Any, **kwargs: Any) -> None:
+    def create(variable: Any, initializer: Any, *args: Any, **kwargs: Any) -> None:
         if state.is_plain() or _keras.get_stateless_scope() is not None:
             original(variable, initializer, *args, **kwargs)
             return
@@ -170,7 +170,7 @@ def _create(original: Any) -> Any:
             original(variable, start, *args, **kwargs)
         _stand_in(variable, _keras.stored(variable) if traced is None else _keras.converted(variable, traced))
 
-    return __init__
+    return create
 
 
 def install() -> None:
