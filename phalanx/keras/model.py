@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import keras
@@ -57,7 +58,8 @@ def replicate(model: Any, strategy: Strategy | None = None) -> Any:
     where the steps of ``fit``, ``evaluate``, ``predict`` and their like run differs.
 
     Args:
-        model: Sequential, functional or subclassed; built or not, compiled before or after.
+        model: Sequential, functional or subclassed; built or not, compiled before or after. Steps that its class
+            defines, ``train_step(self, data)`` and its like, are run by each replica as in `Model`.
         strategy: default: the one in effect, or all devices.
 
     Raises:
@@ -76,8 +78,24 @@ def replicate(model: Any, strategy: Strategy | None = None) -> Any:
         raise ArgumentTypeError(f"replicate takes a keras.Model, got {type(model).__name__}.")
     original = type(model)
     steps = Steps(strategy or get_strategy())
-    bases = (Loops, original) if issubclass(original, StatefulSteps) else (Loops, StatefulSteps, original)
     body = {"_steps": property(lambda self: steps), "save": lambda self, *args, **kwargs: model.save(*args, **kwargs)}
+    bases: tuple[type, ...] = (Loops, original)
+    if not issubclass(original, StatefulSteps):
+        bases = (Loops, StatefulSteps, original)
+        body |= _own_steps(original)
     view: Any = object.__new__(type(original.__name__, bases, body))
-    view.__dict__ = model.__dict__
+    object.__setattr__(view, "__dict__", model.__dict__)  # not as Keras does it, which would track a copy
     return view
+
+
+def _own_steps(original: type) -> dict[str, Any]:
+    """The steps that a user's class defines itself, written with variables and a tape."""
+    names = ("train_step", "test_step", "predict_step")
+    own = {name: getattr(original, name) for name in names if getattr(original, name) is not getattr(keras.Model, name)}
+    for name, step in own.items():
+        if "state" in inspect.signature(step).parameters:
+            raise ArgumentTypeError(
+                f"{original.__name__}.{name} is written for JAX, with the state as an argument and a result. replicate"
+                f" takes {name}(self, data), which uses variables and a px.GradientTape."
+            )
+    return own

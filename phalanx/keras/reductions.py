@@ -22,23 +22,27 @@ from phalanx.keras import _keras
 
 class _Law(threading.local):
     op: ReduceOp = "sum"
+    rows_are_the_same: bool = False
 
 
 _law = _Law()
 
 
 @contextmanager
-def averaged() -> Iterator[None]:
-    """In the block replicas' losses and gradients are averaged."""
-    before, _law.op = _law.op, "mean"
+def averaged(rows_are_the_same: bool = False) -> Iterator[None]:
+    """In the block replicas' losses and gradients are averaged; where all have the same rows, each is complete."""
+    before = _law.op, _law.rows_are_the_same
+    _law.op, _law.rows_are_the_same = "mean", rows_are_the_same
     try:
         yield
     finally:
-        _law.op = before
+        _law.op, _law.rows_are_the_same = before
 
 
-def _num_replicas() -> int:
-    return int(state.context().strategy.num_replicas) if _jax.in_replica_trace() else 1
+def _replicas_with_rows_of_their_own() -> int:
+    if not _jax.in_replica_trace() or _law.rows_are_the_same:
+        return 1
+    return int(state.context().strategy.num_replicas)
 
 
 # ---- optimizers ----------------------------------------------------------------------------------
@@ -74,7 +78,7 @@ def _reduce_losses(original: Callable[..., Any]) -> Callable[..., Any]:
         reduction: Any = "sum_over_batch_size",
         dtype: Any = None,
     ) -> Any:
-        n = _num_replicas()
+        n = _replicas_with_rows_of_their_own()
         if n == 1 or reduction in (None, "none"):
             return original(values, sample_weight, mask, reduction, dtype)
         values = jnp.asarray(values, dtype)
