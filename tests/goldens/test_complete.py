@@ -13,7 +13,6 @@ import goldens
 from goldens.kit import DIFFERENT, GOLDENS, REPLAYED
 
 ELSEWHERE: dict[str, str] = {
-    "keras_fit": "compile, fit, evaluate and predict belong to Keras models, not to the core",
     "train_batch_norm_keras": "the moving statistics of a Keras layer; those written by hand are replayed",
     "train_batch_norm_keras_synchronized": "the option of a Keras layer; the same written by hand is replayed",
     "train_keras_layers_custom_loop": "a loop around Keras layers and a Keras metric",
