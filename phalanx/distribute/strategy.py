@@ -500,4 +500,6 @@ class Strategy:
 
         shape = (self.num_replicas, *stacked.shape[1:])
         split = jax.make_array_from_callback(shape, _jax.split(self.mesh), part)
-        return PerReplica(split.block_until_ready(), self)
+        if self.platform != "cpu":
+            split.block_until_ready()  # the copy reads the caller's memory
+        return PerReplica(split, self)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import jax
+import numpy as np
 
 from phalanx.data.host import Arrays
 from phalanx.data.pipeline import ahead
@@ -20,11 +22,13 @@ _AHEAD = {"cpu": 0}
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Batch:
-    """Rows for one run of a step."""
+    """Rows for one run of the replicas."""
 
     data: Any
-    is_split: bool = field(metadata={"static": True})
+    is_split: bool = field(default=True, metadata={"static": True})
     """Each replica has rows of its own; or, where rows do not divide, every replica has all of them."""
+    steps: int | None = field(default=None, metadata={"static": True})
+    """Steps in one run: a replica's arrays have one part for each along axis 0. None: one step, without that axis."""
 
 
 Parts = tuple[Batch, ...]
@@ -34,26 +38,30 @@ class Feed(_keras.DataAdapter):  # type: ignore[misc]
     """What an adapter of Keras's gives, as batches on the replicas.
 
     Rows that do not divide are computed by every replica and counted once. Where a batch may be cut
-    (`divisible`: without an update of weights it makes no difference), only the few rows left over are.
+    (`divisible`: predictions, but no losses, whose mean is over the batch), only the few rows left over are.
     """
 
-    def __init__(self, adapter: Any, strategy: Strategy, divisible: bool) -> None:
+    def __init__(self, adapter: Any, strategy: Strategy, divisible: bool, steps: int) -> None:
         self._adapter = adapter
         self._strategy = strategy
         self._divisible = divisible
+        self._steps = steps
+        """Batches for one run, where their shapes allow it."""
 
     def first(self) -> Any:
         """A batch on the host, for its shapes."""
         return next(iter(self._adapter.get_numpy_iterator()), None)
 
     def get_jax_iterator(self) -> Iterator[Parts]:
-        """The batches of one pass, for Keras's loops."""
+        """The batches of one pass, for Keras's loops: what each run of the replicas takes."""
 
-        def batches(stopped: Callable[[], bool]) -> Iterator[Any]:
-            return iter(self._adapter.get_numpy_iterator())
+        def batches(stopped: Callable[[], bool]) -> Iterator[list[Any]]:
+            several = iter(self._adapter.get_numpy_iterator())
+            return iter(lambda: list(islice(several, self._steps)), [])
 
-        def send(batch: Any) -> tuple[Parts, list[Any]]:
-            parts = distribute(batch, self._strategy, self._divisible)
+        def send(several: list[Any]) -> tuple[Parts, list[Any]]:
+            together = None if self._divisible or len(several) == 1 else _stacked(several, self._strategy)
+            parts = together or sum((distribute(b, self._strategy, self._divisible) for b in several), ())
             return parts, jax.tree.leaves(parts)
 
         return ahead(batches, send, _AHEAD.get(self._strategy.platform, 2))
@@ -102,11 +110,28 @@ def distribute(batch: Any, strategy: Strategy, divisible: bool) -> Parts:
     return _split(arrays, strategy, slice(whole)), _repeated(arrays, strategy, slice(whole, None))
 
 
+def _stacked(batches: list[Any], strategy: Strategy) -> Parts | None:
+    """Batches of one shape, which divide, for one run; None for others."""
+    several = [Arrays.of(batch, "the batch") for batch in batches]
+    shapes = [(arrays.structure, [leaf.shape for leaf in arrays.leaves]) for arrays in several]
+    n, leaves = strategy.num_replicas, several[0].leaves
+    if any(shape != shapes[0] for shape in shapes) or any(not leaf.ndim or leaf.shape[0] % n for leaf in leaves):
+        return None
+
+    def send(*rows: Any) -> Any:
+        # Each replica's rows of all steps side by side.
+        parts = np.stack([r.reshape(n, len(r) // n, *r.shape[1:]) for r in rows], axis=1)
+        return strategy.split_rows(parts.reshape(n * len(rows), *parts.shape[2:]))
+
+    sent = [send(*column) for column in zip(*(arrays.leaves for arrays in several))]
+    return (Batch(jax.tree.unflatten(several[0].structure, sent), steps=len(several)),)
+
+
 def _split(arrays: Arrays, strategy: Strategy, rows: slice) -> Batch:
     def send(leaf: Any) -> Any:
         return strategy.split_rows(leaf[rows]) if leaf.ndim else strategy.place(leaf, per_replica=False)
 
-    return Batch(arrays.tree(send), is_split=True)
+    return Batch(arrays.tree(send))
 
 
 def _repeated(arrays: Arrays, strategy: Strategy, rows: slice) -> Batch:

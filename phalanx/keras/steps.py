@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from phalanx.control_flow import scan
 from phalanx.distribute.in_effect import get_replica_context
 from phalanx.distribute.strategy import Strategy
 from phalanx.distribute.values import is_per_replica
@@ -27,7 +28,11 @@ class Steps:
         self.strategy = strategy
         self._functions: dict[Any, Function[..., Any]] = {}
 
-    def _function(self, key: Any, step: Callable[..., Any]) -> Function[..., Any]:
+    def _compiled(self, model: Any, kind: str, step: Callable[[Batch], Any]) -> Callable[[Batch], Any]:
+        if model.run_eagerly:
+            return step
+        # What Keras reads from the layers while a step is traced, and lets users change between fits.
+        key = (kind, *(layer.trainable for layer in model._flatten_layers()))
         if key not in self._functions:
             self._functions[key] = function(step)
         return self._functions[key]
@@ -38,24 +43,21 @@ class Steps:
 
     # ---- with metrics ----
 
-    def counted(self, model: Any, kind: str, parts: Parts) -> Logs:
-        """Run ``model.train_step`` or ``model.test_step`` on a batch; the metrics over all rows since their last reset."""
+    def counting(self, model: Any, kind: str) -> Callable[[Parts], Logs]:
+        """``model.train_step`` or ``model.test_step`` for a batch; its logs are over all rows since the last reset."""
         step = getattr(model, kind)
 
         def on_replicas(batch: Batch) -> Logs:
             def replica_step(data: Any) -> Logs:
-                with averaged(), _counted_once(model, not batch.is_split):
-                    return step(data) or {}
+                with averaged(not batch.is_split), _counted_once(model, not batch.is_split):
+                    return _repeated(step, data, batch.steps)
 
             logs = self.strategy.run(replica_step, args=(batch.data,))
             results = _results(model)
             return {name: results[name] if name in results else self._merged(v) for name, v in logs.items()}
 
-        run = on_replicas if model.run_eagerly else self._function((kind, *_settings(model)), on_replicas)
-        logs: Logs = {}
-        for part in parts:
-            logs = run(part)
-        return logs
+        run = self._compiled(model, kind, on_replicas)
+        return lambda parts: [run(part) for part in parts][-1]
 
     def _merged(self, value: Any) -> Any:
         return jax.tree.map(
@@ -64,15 +66,14 @@ class Steps:
 
     # ---- without ----
 
-    def predicted(self, model: Any, parts: Parts) -> Any:
-        """The outputs of ``model.predict_step`` for a batch, on the host, in the order of its rows."""
+    def predicting(self, model: Any) -> Callable[[Parts], Any]:
+        """``model.predict_step`` for a batch; its outputs are on the host, in the order of the rows."""
 
         def on_replicas(batch: Batch) -> Any:
             return self.strategy.run(model.predict_step, args=(batch.data,))
 
-        run = on_replicas if model.run_eagerly else self._function(("predict_step", *_settings(model)), on_replicas)
-        outputs = [self._to_host(run(part), part) for part in parts]
-        return outputs[0] if len(outputs) == 1 else jax.tree.map(lambda *leaves: np.concatenate(leaves), *outputs)
+        run = self._compiled(model, "predict_step", on_replicas)
+        return lambda parts: concatenated([self._to_host(run(part), part) for part in parts])
 
     def _to_host(self, outputs: Any, part: Batch) -> Any:
         def rows(value: Any) -> Any:
@@ -86,9 +87,17 @@ class Steps:
         return jax.tree.map(rows, outputs, is_leaf=is_per_replica)
 
 
-def _settings(model: Any) -> list[bool]:
-    """What Keras reads from the model while a step is traced, and lets users change between steps."""
-    return [layer.trainable for layer in model._flatten_layers()]
+def _repeated(step: Callable[[Any], Logs | None], data: Any, steps: int | None) -> Logs:
+    """The logs of the last of so many steps, in one loop on the device."""
+    if steps is None:
+        return step(data) or {}
+    _, logs = scan(lambda carry, rows: (carry, step(rows) or {}), 0, data)
+    return jax.tree.map(lambda values: values[-1], logs)
+
+
+def concatenated(outputs: list[Any]) -> Any:
+    """Several batches' outputs as one, by rows."""
+    return outputs[0] if len(outputs) == 1 else jax.tree.map(lambda *leaves: np.concatenate(leaves), *outputs)
 
 
 def _results(model: Any) -> Logs:

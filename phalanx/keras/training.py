@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator
-from itertools import islice
 from typing import Any
 
 import jax
-import numpy as np
 
 from phalanx.distribute.strategy import Strategy
 from phalanx.errors import ArgumentError
@@ -91,7 +89,6 @@ class Loops:
             given["steps_per_epoch"],
             shuffle=given.pop("shuffle"),
             class_weight=given.pop("class_weight"),
-            divisible=False,
         )
         with self._on_the_strategy():
             return super().fit(**given)  # type: ignore[misc]
@@ -108,7 +105,7 @@ class Loops:
     def predict(self: Any, *args: Any, **kwargs: Any) -> Any:
         """As in Keras, on all replicas: one output for each row, in the order of the rows."""
         given = _arguments(super().predict, args, kwargs)  # type: ignore[misc]
-        feed = self._feed(given["x"], None, None, given.pop("batch_size"), given["steps"])
+        feed = self._feed(given["x"], None, None, given.pop("batch_size"), given["steps"], divisible=True)
         with self._on_the_strategy():
             return super().predict(**given | {"x": feed})  # type: ignore[misc]
 
@@ -128,7 +125,7 @@ class Loops:
             return super().predict_on_batch(x)  # type: ignore[misc]
 
     def _feed(
-        self,
+        self: Any,
         x: Any,
         y: Any,
         sample_weight: Any,
@@ -137,7 +134,7 @@ class Loops:
         *,
         shuffle: bool = False,
         class_weight: Any = None,
-        divisible: bool = True,
+        divisible: bool = False,
     ) -> Any:
         if isinstance(x, Feed):
             return x
@@ -150,7 +147,7 @@ class Loops:
             shuffle=shuffle,
             class_weight=class_weight,
         )
-        return Feed(adapter, self.strategy, divisible)
+        return Feed(adapter, self.strategy, divisible, steps=self.steps_per_execution)
 
     @contextlib.contextmanager
     def _on_the_strategy(self: Any) -> Iterator[None]:
@@ -167,24 +164,19 @@ class Loops:
 
     def make_train_function(self: Any, force: bool = False) -> None:
         """Keras's loops ask for it."""
-        self.train_function = self._stepper(lambda parts: self._steps.counted(self, "train_step", parts))
+        self.train_function = self._stepper(self._steps.counting(self, "train_step"))
 
     def make_test_function(self: Any, force: bool = False) -> None:
         """Keras's loops ask for it."""
-        self.test_function = self._stepper(lambda parts: self._steps.counted(self, "test_step", parts))
+        self.test_function = self._stepper(self._steps.counting(self, "test_step"))
 
     def make_predict_function(self: Any, force: bool = False) -> None:
         """Keras's loops ask for it."""
-        self.predict_function = self._stepper(lambda parts: self._steps.predicted(self, parts), _concatenated)
+        self.predict_function = self._stepper(self._steps.predicting(self))
 
-    def _stepper(
-        self: Any, step: Callable[[Parts], Any], combine: Callable[[list[Any]], Any] = lambda outs: outs[-1]
-    ) -> Callable[[Any, Iterator[Any]], tuple[Any, Any]]:
+    def _stepper(self, step: Callable[[Parts], Any]) -> Callable[[Any, Iterator[Any]], tuple[Any, Any]]:
         def steps(state: Any, iterator: Iterator[Any]) -> tuple[Any, Any]:
-            outs = [step(self._on_replicas(batch)) for batch in islice(iterator, self.steps_per_execution)]
-            if not outs:
-                raise StopIteration
-            return combine(outs), state
+            return step(self._on_replicas(next(iterator))), state
 
         return steps
 
@@ -203,10 +195,6 @@ class Loops:
             if data_batch is None:
                 raise ArgumentError(f"{type(self).__name__}: the data is empty.")
         super()._symbolic_build(data_batch=data_batch)  # type: ignore[misc]
-
-
-def _concatenated(outputs: list[Any]) -> Any:
-    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *outputs)
 
 
 def _arguments(method: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
