@@ -7,7 +7,10 @@ from typing import Any
 
 import keras
 
+from phalanx import state
+from phalanx._checks import check_flag
 from phalanx.distribute.in_effect import get_strategy
+from phalanx.distribute.mirrored import Mirrored
 from phalanx.distribute.strategy import Strategy
 from phalanx.errors import ArgumentTypeError
 from phalanx.keras.steps import Steps
@@ -51,7 +54,7 @@ class Model(Loops, StatefulSteps, keras.Model):  # type: ignore[misc]
         return self.__dict__["__phalanx_steps__"]  # type: ignore[no-any-return]
 
 
-def replicate(model: Any, strategy: Strategy | None = None) -> Any:
+def replicate(model: Any, strategy: Strategy | None = None, synchronize_batch_norm: bool = False) -> Any:
     """A Keras model that trains on a strategy, and shares everything with the original.
 
     The two are views of one model: weights, optimizer, compiled settings and history are the same objects. Only
@@ -60,7 +63,9 @@ def replicate(model: Any, strategy: Strategy | None = None) -> Any:
     Args:
         model: Sequential, functional or subclassed; built or not, compiled before or after. Steps that its class
             defines, ``train_step(self, data)`` and its like, are run by each replica as in `Model`.
-        strategy: default: the one in effect, or all devices.
+        strategy: default: the one in effect, or a `Mirrored` on all devices.
+        synchronize_batch_norm: batch normalisation takes the mean and variance of all replicas' rows, as one device
+            would (default: each replica those of its own rows; the moving statistics are means over the replicas).
 
     Raises:
         ArgumentTypeError: for something that is no Keras model, or one with a stateless ``train_step`` for JAX.
@@ -77,7 +82,8 @@ def replicate(model: Any, strategy: Strategy | None = None) -> Any:
     if not isinstance(model, keras.Model):
         raise ArgumentTypeError(f"replicate takes a keras.Model, got {type(model).__name__}.")
     original = type(model)
-    steps = Steps(strategy or get_strategy())
+    check_flag(synchronize_batch_norm, "replicate: synchronize_batch_norm")
+    steps = Steps(strategy or state.context().strategy or Mirrored(), synchronize_batch_norm)
     body = {"_steps": property(lambda self: steps), "save": lambda self, *args, **kwargs: model.save(*args, **kwargs)}
     bases: tuple[type, ...] = (Loops, original)
     if not issubclass(original, StatefulSteps):

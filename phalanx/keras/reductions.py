@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -20,29 +21,43 @@ from phalanx.distribute.collectives import ReduceOp, all_reduce
 from phalanx.keras import _keras
 
 
-class _Law(threading.local):
+@dataclass(frozen=True)
+class Law:
+    """How replicas' losses and gradients go together."""
+
     op: ReduceOp = "sum"
     rows_are_the_same: bool = False
+    """All replicas have the same rows, so that what each computes of them is complete."""
+    synchronize_batch_norm: bool = False
+    """Batch normalisation takes the moments of all replicas' rows."""
 
 
-_law = _Law()
+class _Here(threading.local):
+    law = Law()
+
+
+_here = _Here()
 
 
 @contextmanager
-def averaged(rows_are_the_same: bool = False) -> Iterator[None]:
-    """In the block replicas' losses and gradients are averaged; where all have the same rows, each is complete."""
-    before = _law.op, _law.rows_are_the_same
-    _law.op, _law.rows_are_the_same = "mean", rows_are_the_same
+def following(law: Law) -> Iterator[None]:
+    """The law holds in the block."""
+    before, _here.law = _here.law, law
     try:
         yield
     finally:
-        _law.op, _law.rows_are_the_same = before
+        _here.law = before
 
 
 def _replicas_with_rows_of_their_own() -> int:
-    if not _jax.in_replica_trace() or _law.rows_are_the_same:
+    if not _jax.in_replica_trace() or _here.law.rows_are_the_same:
         return 1
     return int(state.context().strategy.num_replicas)
+
+
+def _reduce(op: ReduceOp, values: list[Any]) -> list[Any]:
+    strategy = state.context().strategy
+    return all_reduce(op, values, strategy.num_replicas, strategy.platform)
 
 
 # ---- optimizers ----------------------------------------------------------------------------------
@@ -60,9 +75,7 @@ def _reduced(grads: list[Any]) -> list[Any]:
     if not _jax.in_replica_trace():
         return grads
     differing = [i for i, g in enumerate(grads) if g is not None and _jax.varies(g)]
-    strategy = state.context().strategy
-    sums = all_reduce(_law.op, [grads[i] for i in differing], strategy.num_replicas, strategy.platform)
-    for i, total in zip(differing, sums):
+    for i, total in zip(differing, _reduce(_here.law.op, [grads[i] for i in differing])):
         grads[i] = total
     return grads
 
@@ -86,21 +99,42 @@ def _reduce_losses(original: Callable[..., Any]) -> Callable[..., Any]:
         if reduction != "sum":
             weights = sample_weight if reduction == "mean_with_sample_weight" else None
             share = _divided(share, _rows_of_all(original, values, weights, mask, dtype))
-        return share * n if _law.op == "mean" else share
+        return share * n if _here.law.op == "mean" else share
 
     return reduce_weighted_values
 
 
 def _rows_of_all(original: Callable[..., Any], values: Any, weights: Any, mask: Any, dtype: Any) -> Any:
-    strategy = state.context().strategy
     if weights is None and mask is None:
-        return values.size * strategy.num_replicas
+        return values.size * state.context().strategy.num_replicas
     count = jax.lax.stop_gradient(original(jnp.ones_like(values), weights, mask, "sum", dtype))
-    return all_reduce("sum", [count], strategy.num_replicas, strategy.platform)[0]
+    return _reduce("sum", [count])[0]
 
 
 def _divided(share: Any, count: Any) -> Any:
     return jnp.where(count != 0, share / jnp.where(count != 0, count, 1), 0)
+
+
+# ---- batch normalisation -------------------------------------------------------------------------
+
+
+def _moments(original: Callable[..., Any]) -> Callable[..., Any]:
+    def moments(layer: Any, inputs: Any, mask: Any) -> Any:
+        if not _here.law.synchronize_batch_norm or _replicas_with_rows_of_their_own() == 1:
+            return original(layer, inputs, mask)
+        axes = tuple(i for i in range(inputs.ndim) if i != layer.axis % inputs.ndim)
+        weights = jnp.ones_like(inputs) if mask is None else jnp.broadcast_to(mask[..., None], inputs.shape)
+
+        def total(values: Any) -> Any:
+            return _reduce("sum", [values.sum(axes, keepdims=True)])[0]
+
+        weights = weights.astype(inputs.dtype)
+        count = jnp.maximum(total(weights), 1)
+        mean = total(inputs * weights) / count
+        variance = total(jnp.square(inputs - mean) * weights) / count
+        return mean.squeeze(axes), variance.squeeze(axes)
+
+    return moments
 
 
 # ---- control flow --------------------------------------------------------------------------------
@@ -151,6 +185,7 @@ def install() -> None:
 
     for cls in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
         _keras.replace(cls, "apply", _apply)
+    _keras.replace(keras.layers.BatchNormalization, "_moments", _moments)
     _keras.replace(_keras.loss, "reduce_weighted_values", _reduce_losses)
     for name, make in (("cond", _cond), ("scan", _scan), ("while_loop", _while_loop)):
         _keras.replace(_keras.core, name, make)

@@ -16,7 +16,7 @@ from phalanx.distribute.strategy import Strategy
 from phalanx.distribute.values import is_per_replica
 from phalanx.function import Function, function
 from phalanx.keras.feed import Batch, Parts
-from phalanx.keras.reductions import averaged
+from phalanx.keras.reductions import Law, following
 
 Logs = dict[str, Any]
 
@@ -24,8 +24,9 @@ Logs = dict[str, Any]
 class Steps:
     """One training, test and prediction step for each setting that is compiled into it."""
 
-    def __init__(self, strategy: Strategy) -> None:
+    def __init__(self, strategy: Strategy, synchronize_batch_norm: bool = False) -> None:
         self.strategy = strategy
+        self._synchronize_batch_norm = synchronize_batch_norm
         self._functions: dict[Any, Function[..., Any]] = {}
 
     def _compiled(self, model: Any, kind: str, step: Callable[[Batch], Any]) -> Callable[[Batch], Any]:
@@ -49,7 +50,8 @@ class Steps:
 
         def on_replicas(batch: Batch) -> Logs:
             def replica_step(data: Any) -> Logs:
-                with averaged(not batch.is_split), _counted_once(model, not batch.is_split):
+                law = Law("mean", not batch.is_split, self._synchronize_batch_norm)
+                with following(law), _counted_once(model, not batch.is_split):
                     return _repeated(step, data, batch.steps)
 
             logs = self.strategy.run(replica_step, args=(batch.data,))
