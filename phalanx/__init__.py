@@ -24,6 +24,7 @@ from phalanx.function import strict as strict
 from phalanx.optim import Optimizer as Optimizer
 from phalanx.self_check import self_check as self_check
 from phalanx.tape import GradientTape as GradientTape
+from phalanx.trees import variables_like as variables_like
 from phalanx.variables import Component as Component
 from phalanx.variables import Variable as Variable
 

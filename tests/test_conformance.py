@@ -124,6 +124,12 @@ def self_check(bench: Bench) -> Any:
     return px.self_check(lambda x: bench.strategy.run(lambda x: None, args=(x,)), batches)
 
 
+def variables_like(bench: Bench) -> Any:
+    kept = bench.kept.setdefault("tree", {})
+    kept["tree"] = kept.get("tree") or px.variables_like({"a": np.ones(2, np.float32), "b": None})
+    return kept["tree"]["a"].value.sum()
+
+
 def settings(bench: Bench) -> None:
     px.strict(True)
     px.strict(False)
@@ -167,6 +173,7 @@ TABLE: dict[str, Example] = {
     "scan": Example(scan, always(4.0)),
     "self_check": Example(self_check, always("equal"), ("eager",)),
     "strict": Example(settings, always(None)),
+    "variables_like": Example(variables_like, always(2.0)),
     "while_loop": Example(while_loop, always(3)),
 }  # fmt: skip
 
