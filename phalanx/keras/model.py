@@ -66,6 +66,7 @@ def replicate(model: Any, strategy: Strategy | None = None, synchronize_batch_no
         strategy: default: the one in effect, or a `Mirrored` on all devices.
         synchronize_batch_norm: batch normalisation takes the mean and variance of all replicas' rows, as one device
             would (default: each replica those of its own rows; the moving statistics are means over the replicas).
+            Layers made with ``synchronized=True`` do it everywhere.
 
     Raises:
         ArgumentTypeError: for something that is no Keras model, or one with a stateless ``train_step`` for JAX.

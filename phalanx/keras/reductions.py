@@ -7,6 +7,8 @@ law is the mean instead, so that a loss written as a mean over a replica's rows 
 
 from __future__ import annotations
 
+import functools
+import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -118,15 +120,27 @@ def _divided(share: Any, count: Any) -> Any:
 # ---- batch normalisation -------------------------------------------------------------------------
 
 
+def _made(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def make(self: Any, *args: Any, synchronized: bool = False, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self.synchronized = synchronized  # on JAX Keras refuses it
+
+    make.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]  # Keras looks at it
+    return make
+
+
 def _moments(original: Callable[..., Any]) -> Callable[..., Any]:
     def moments(layer: Any, inputs: Any, mask: Any) -> Any:
-        if not _here.law.synchronize_batch_norm or _replicas_with_rows_of_their_own() == 1:
+        if not (layer.synchronized or _here.law.synchronize_batch_norm):
             return original(layer, inputs, mask)
         axes = tuple(i for i in range(inputs.ndim) if i != layer.axis % inputs.ndim)
         weights = jnp.ones_like(inputs) if mask is None else jnp.broadcast_to(mask[..., None], inputs.shape)
+        alone = _replicas_with_rows_of_their_own() == 1
 
         def total(values: Any) -> Any:
-            return _reduce("sum", [values.sum(axes, keepdims=True)])[0]
+            own = values.sum(axes, keepdims=True)
+            return own if alone else _reduce("sum", [own])[0]
 
         weights = weights.astype(inputs.dtype)
         count = jnp.maximum(total(weights), 1)
@@ -185,6 +199,7 @@ def install() -> None:
 
     for cls in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
         _keras.replace(cls, "apply", _apply)
+    _keras.replace(keras.layers.BatchNormalization, "__init__", _made)
     _keras.replace(keras.layers.BatchNormalization, "_moments", _moments)
     _keras.replace(_keras.loss, "reduce_weighted_values", _reduce_losses)
     for name, make in (("cond", _cond), ("scan", _scan), ("while_loop", _while_loop)):

@@ -13,7 +13,6 @@ import numpy as np
 import optax
 
 import phalanx as px
-from goldens.kit import components
 
 WEIGHTS = ("W1", "b1", "W2", "b2")
 
@@ -45,9 +44,9 @@ def network(golden, strategy):
     return [make_variable(strategy, golden.inputs[name], name=name) for name in WEIGHTS]
 
 
-def train(golden, strategy, apply, penalty=lambda weights: 0.0, traced=True):
+def train(golden, strategy, apply, penalty=lambda weights: 0.0, traced=True, weights=None):
     """The loop that most scenarios share; `apply(gradients, weights)` is called in each replica."""
-    weights, batch = network(golden, strategy), golden.inputs["global_batch"]
+    weights, batch = weights or network(golden, strategy), golden.inputs["global_batch"]
     rows = array(golden.inputs["x"]), array(golden.inputs["y"])
     data = strategy.distribute_dataset(rows, batch, remainder="pad", mask=True)
 
@@ -65,7 +64,7 @@ def train(golden, strategy, apply, penalty=lambda weights: 0.0, traced=True):
     for element in itertools.islice(itertools.cycle(data), golden.inputs["steps"]):
         losses.append(step(element))
         first = first or values(weights)
-    equal = all(np.array_equal(part, v.value) for v in weights for part in components(v))
+    equal = all(np.array_equal(part, v.value) for v in weights for part in strategy.local_results(v))
     return {
         "losses": losses,
         "weights_after_step_1": first,
