@@ -84,6 +84,8 @@ class PerReplica:
         return iter(self.values)
 
     def __repr__(self) -> str:
+        if not hasattr(self.stacked, "dtype"):  # stands for an array, where JAX maps trees and messages are written
+            return f"PerReplica({self.stacked!r})"
         kind = f"PerReplica(x{len(self)}, shape={self.shape}, dtype={self.dtype}"
         if _jax.is_tracer(self.stacked) or not getattr(self.stacked, "is_fully_addressable", True):
             return f"{kind})"

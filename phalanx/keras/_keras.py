@@ -89,6 +89,17 @@ def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
     setattr(owner, name, new)
 
 
+def build(model: Any, x: Any) -> None:
+    """Create the variables of a model for the shapes of `x`."""
+    with backend.StatelessScope():
+        model(x)
+
+
+def settings(model: Any) -> Any:
+    """What the last `compile` was given; each makes an object of its own."""
+    return getattr(model, "_compile_config", None)
+
+
 def unpack(data: Any) -> tuple[Any, Any, Any]:
     """x, y and sample weights of a batch."""
     return keras.utils.unpack_x_y_sample_weight(data)  # type: ignore[no-any-return]

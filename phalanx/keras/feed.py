@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -14,6 +14,7 @@ from phalanx.data.host import Arrays
 from phalanx.data.pipeline import ahead
 from phalanx.distribute.strategy import Strategy
 from phalanx.keras import _keras
+from phalanx.keras.accumulation import Accumulate
 
 _AHEAD = {"cpu": 0}
 """Batches on their way to the devices while a step runs, by platform; on a CPU the step needs the cores itself."""
@@ -29,6 +30,7 @@ class Batch:
     """Each replica has rows of its own; or, where rows do not divide, every replica has all of them."""
     steps: int | None = field(default=None, metadata={"static": True})
     """Steps in one run: a replica's arrays have one part for each along axis 0. None: one step, without that axis."""
+    accumulate: Accumulate = field(default="no", metadata={"static": True})
 
 
 Parts = tuple[Batch, ...]
@@ -41,12 +43,14 @@ class Feed(_keras.DataAdapter):  # type: ignore[misc]
     (`divisible`: predictions, but no losses, whose mean is over the batch), only the few rows left over are.
     """
 
-    def __init__(self, adapter: Any, strategy: Strategy, divisible: bool, steps: int) -> None:
+    def __init__(self, adapter: Any, strategy: Strategy, divisible: bool, steps: int, accumulate: int = 1) -> None:
         self._adapter = adapter
         self._strategy = strategy
         self._divisible = divisible
         self._steps = steps
         """Batches for one run, where their shapes allow it."""
+        self._accumulate = accumulate
+        """Batches for one update of the weights."""
 
     def first(self) -> Any:
         """A batch on the host, for its shapes."""
@@ -57,16 +61,23 @@ class Feed(_keras.DataAdapter):  # type: ignore[misc]
 
         def batches(stopped: Callable[[], bool]) -> Iterator[list[Any]]:
             several = iter(self._adapter.get_numpy_iterator())
-            return iter(lambda: list(islice(several, self._steps)), [])
+            return iter(lambda: list(islice(several, self._steps * self._accumulate)), [])
 
         def send(several: list[Any]) -> tuple[Parts, list[Any]]:
-            together = None if self._divisible or len(several) == 1 else _stacked(several, self._strategy)
+            separate = self._divisible or len(several) == 1 or self._accumulate > 1
+            together = None if separate else _stacked(several, self._strategy)
             parts = together or sum((distribute(b, self._strategy, self._divisible) for b in several), ())
+            if self._accumulate > 1:
+                parts = tuple(self._accumulated(part, i, len(parts)) for i, part in enumerate(parts))
             return parts, jax.tree.leaves(parts)
 
         return ahead(batches, send, _AHEAD.get(self._strategy.platform, 2))
 
     get_numpy_iterator = get_jax_iterator
+
+    def _accumulated(self, part: Batch, i: int, of: int) -> Batch:
+        is_last = (i + 1) % self._accumulate == 0 or i + 1 == of
+        return replace(part, accumulate="apply" if is_last else "add")
 
     def on_epoch_begin(self) -> None:
         """Keras's loops say so."""
@@ -79,7 +90,8 @@ class Feed(_keras.DataAdapter):  # type: ignore[misc]
     @property
     def num_batches(self) -> int | None:
         """In one pass, if known."""
-        return self._adapter.num_batches  # type: ignore[no-any-return]
+        count = self._adapter.num_batches
+        return None if count is None else -(-count // self._accumulate)
 
     @property
     def batch_size(self) -> int | None:

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from phalanx import _jax, control_flow, state
 from phalanx.distribute.collectives import ReduceOp, all_reduce
+from phalanx.distribute.values import is_per_replica
 from phalanx.keras import _keras
 
 
@@ -32,6 +33,8 @@ class Law:
     """All replicas have the same rows, so that what each computes of them is complete."""
     synchronize_batch_norm: bool = False
     """Batch normalisation takes the moments of all replicas' rows."""
+    accumulate: Callable[[Any, list[Any], Any], list[Any] | None] | None = None
+    """Given an optimizer, gradients and variables: what to apply, or None for nothing yet."""
 
 
 class _Here(threading.local):
@@ -67,16 +70,27 @@ def _reduce(op: ReduceOp, values: list[Any]) -> list[Any]:
 
 def _apply(original: Callable[..., Any]) -> Callable[..., Any]:
     def apply(optimizer: Any, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
-        return original(optimizer, _reduced(list(grads)), trainable_variables)
+        grads = list(grads)
+        if _here.law.accumulate is not None and any(map(_differs, grads)):
+            total = _here.law.accumulate(optimizer, grads, trainable_variables)
+            if total is None:
+                return None
+            grads = total
+        return original(optimizer, _reduced(grads), trainable_variables)
 
     return apply
+
+
+def _differs(gradient: Any) -> bool:
+    """Whether it may differ between the replicas; else it has been reduced already."""
+    return gradient is not None and _jax.varies(gradient)
 
 
 def _reduced(grads: list[Any]) -> list[Any]:
     """The gradients over all replicas; what is the same on all of them has been reduced already."""
     if not _jax.in_replica_trace():
-        return grads
-    differing = [i for i, g in enumerate(grads) if g is not None and _jax.varies(g)]
+        return [g.strategy.reduce(_here.law.op, g) if is_per_replica(g) else g for g in grads]
+    differing = [i for i, g in enumerate(grads) if _differs(g)]
     for i, total in zip(differing, _reduce(_here.law.op, [grads[i] for i in differing])):
         grads[i] = total
     return grads

@@ -15,6 +15,8 @@ from phalanx.distribute.in_effect import get_replica_context
 from phalanx.distribute.strategy import Strategy
 from phalanx.distribute.values import is_per_replica
 from phalanx.function import Function, function
+from phalanx.keras import _keras
+from phalanx.keras.accumulation import Accumulator
 from phalanx.keras.feed import Batch, Parts
 from phalanx.keras.reductions import Law, following
 
@@ -27,20 +29,21 @@ class Steps:
     def __init__(self, strategy: Strategy, synchronize_batch_norm: bool = False) -> None:
         self.strategy = strategy
         self._synchronize_batch_norm = synchronize_batch_norm
+        self._accumulator = Accumulator()
         self._functions: dict[Any, Function[..., Any]] = {}
+        self._settings: Any = None
 
     def _compiled(self, model: Any, kind: str, step: Callable[[Batch], Any]) -> Callable[[Batch], Any]:
         if model.run_eagerly:
             return step
+        if _keras.settings(model) is not self._settings:  # through whichever view of the model it was compiled
+            self._functions.clear()
+            self._settings = _keras.settings(model)
         # What Keras reads from the layers while a step is traced, and lets users change between fits.
         key = (kind, *(layer.trainable for layer in model._flatten_layers()))
         if key not in self._functions:
             self._functions[key] = function(step)
         return self._functions[key]
-
-    def reset(self) -> None:
-        """Compile anew: after `compile`, whose settings are part of the steps."""
-        self._functions.clear()
 
     # ---- with metrics ----
 
@@ -50,8 +53,7 @@ class Steps:
 
         def on_replicas(batch: Batch) -> Logs:
             def replica_step(data: Any) -> Logs:
-                law = Law("mean", not batch.is_split, self._synchronize_batch_norm)
-                with following(law), _counted_once(model, not batch.is_split):
+                with following(self._law(batch, data)), _counted_once(model, not batch.is_split):
                     return _repeated(step, data, batch.steps)
 
             logs = self.strategy.run(replica_step, args=(batch.data,))
@@ -60,6 +62,19 @@ class Steps:
 
         run = self._compiled(model, kind, on_replicas)
         return lambda parts: [run(part) for part in parts][-1]
+
+    def _law(self, batch: Batch, data: Any) -> Law:
+        def accumulate(optimizer: Any, grads: list[Any], variables: Any) -> list[Any] | None:
+            rows = jax.tree.leaves(data)[0].shape[0] * (self.strategy.num_replicas if batch.is_split else 1)
+            known = optimizer._trainable_variables if variables is None else list(variables)
+            return self._accumulator.gradients(optimizer, grads, known, rows, batch.accumulate == "apply")
+
+        return Law(
+            "mean",
+            rows_are_the_same=not batch.is_split,
+            synchronize_batch_norm=self._synchronize_batch_norm,
+            accumulate=None if batch.accumulate == "no" else accumulate,
+        )
 
     def _merged(self, value: Any) -> Any:
         return jax.tree.map(

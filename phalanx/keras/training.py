@@ -29,7 +29,8 @@ class StatefulSteps:
             self._loss_tracker.update_state(loss, sample_weight=_rows(x))
             scaled = self.optimizer.scale_loss(loss)
         weights = self.trainable_weights
-        self.optimizer.apply_gradients(zip(tape.gradient(scaled, weights), weights))
+        grads = tape.gradient(scaled, weights, unconnected_gradients="zero")  # as jax.grad, and so Keras, has it
+        self.optimizer.apply_gradients(zip(grads, weights))
         return self.compute_metrics(x, y, y_pred, sample_weight=sample_weight)  # type: ignore[no-any-return]
 
     def test_step(self: Any, data: Any) -> Logs:
@@ -67,12 +68,24 @@ class Loops:
 
     def compile(self: Any, *args: Any, **kwargs: Any) -> None:
         """As in Keras."""
-        self._steps.reset()
         with self.strategy.scope():
             super().compile(*args, **kwargs)  # type: ignore[misc]
 
-    def fit(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """As in Keras, on all replicas; `batch_size` is that of all of them together."""
+    def fit(self: Any, *args: Any, accumulate_steps: int = 1, **kwargs: Any) -> Any:
+        """As in Keras, on all replicas; `batch_size` is that of all of them together.
+
+        Args:
+            args: as Keras's.
+            accumulate_steps: batches whose gradients make one update of the weights, which is that of one batch
+                so many times as large: the mean over all rows, then clipping, schedules and loss scaling. An
+                epoch has as many steps as updates.
+            kwargs: as Keras's.
+
+        Raises:
+            ArgumentError: for `accumulate_steps` that is no positive int.
+        """
+        if isinstance(accumulate_steps, bool) or not isinstance(accumulate_steps, int) or accumulate_steps < 1:
+            raise ArgumentError(f"fit: accumulate_steps must be a positive int, got {accumulate_steps!r}.")
         given = _arguments(super().fit, args, kwargs)  # type: ignore[misc]
         if given["validation_split"] and given["validation_data"] is None:
             _split_off_validation(given)
@@ -89,6 +102,7 @@ class Loops:
             given["steps_per_epoch"],
             shuffle=given.pop("shuffle"),
             class_weight=given.pop("class_weight"),
+            accumulate=accumulate_steps,
         )
         with self._on_the_strategy():
             return super().fit(**given)  # type: ignore[misc]
@@ -106,6 +120,9 @@ class Loops:
         """As in Keras, on all replicas: one output for each row, in the order of the rows."""
         given = _arguments(super().predict, args, kwargs)  # type: ignore[misc]
         feed = self._feed(given["x"], None, None, given.pop("batch_size"), given["steps"], divisible=True)
+        if not all(layer.built for layer in self._flatten_layers()):
+            _keras.build(self, _keras.unpack(feed.first())[0])
+            feed.on_epoch_end()
         with self._on_the_strategy():
             return super().predict(**given | {"x": feed})  # type: ignore[misc]
 
@@ -135,6 +152,7 @@ class Loops:
         shuffle: bool = False,
         class_weight: Any = None,
         divisible: bool = False,
+        accumulate: int = 1,
     ) -> Any:
         if isinstance(x, Feed):
             return x
@@ -147,7 +165,9 @@ class Loops:
             shuffle=shuffle,
             class_weight=class_weight,
         )
-        return Feed(adapter, self.strategy, divisible, steps=self.steps_per_execution)
+        if adapter.num_batches == 0:
+            raise ArgumentError(f"Model {self.name!r}: the data is empty; at least one row is needed.")
+        return Feed(adapter, self.strategy, divisible, self.steps_per_execution, accumulate)
 
     @contextlib.contextmanager
     def _on_the_strategy(self: Any) -> Iterator[None]:
@@ -190,11 +210,11 @@ class Loops:
         return tuple(None for name, is_wanted in wanted.items() if is_wanted and name != "purge_model_variables")
 
     def _symbolic_build(self: Any, iterator: Any = None, data_batch: Any = None) -> None:
-        if data_batch is None:
-            data_batch = iterator.data_adapter.first()
-            if data_batch is None:
-                raise ArgumentError(f"{type(self).__name__}: the data is empty.")
-        super()._symbolic_build(data_batch=data_batch)  # type: ignore[misc]
+        if type(self).train_step is not StatefulSteps.train_step:
+            return  # What `call` takes need not be the data: the layers are built by the step that uses them.
+        # Nothing is taken from the data where nothing is left to build: it may be a draw of random numbers.
+        batches = None if iterator is None else ((0, 0, iter([feed.first()])) for feed in [iterator.data_adapter])
+        super()._symbolic_build(iterator=batches, data_batch=data_batch)  # type: ignore[misc]
 
 
 def _arguments(method: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:

@@ -173,12 +173,24 @@ def _create(original: Any) -> Any:
     return create
 
 
+def _initialise_late(original: Any) -> Any:
+    def deferred_initialize(variable: Any) -> None:
+        if _goes_to_keras(variable):
+            original(variable)
+        else:
+            counterpart(variable)  # its initial value belongs to no function that is being traced
+
+    return deferred_initialize
+
+
 def install() -> None:
     """Let Keras's variables find their counterparts."""
     cls = _keras.Variable
     _keras.replace(cls, "__init__", _create)
+    _keras.replace(cls, "_deferred_initialize", _initialise_late)
     _keras.replace(cls, "value", _read)
     _keras.replace(cls, "assign", _assign)
     _keras.replace(cls, "assign_add", _assign_by("assign_add"))
     _keras.replace(cls, "assign_sub", _assign_by("assign_sub"))
     register_variables(cls, counterpart)
+    _jax.register_array_like(cls, lambda variable: variable.value)
