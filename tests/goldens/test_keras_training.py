@@ -14,7 +14,7 @@ import pytest
 
 import phalanx as px
 import phalanx.keras  # before Keras: it chooses the backend
-from goldens.kit import GOLDENS, REPLICAS, check, differs, each, per_replica, replay
+from goldens.kit import GOLDENS, REPLICAS, attempt, check, differs, each, per_replica, replay
 from goldens.loop import WEIGHTS, array, replica_number, train
 
 import keras  # isort: skip
@@ -237,3 +237,126 @@ def test_moving_averages_in_optimizers_of_keras(replicas):
     out = _train_with(golden, strategy, optimizer)
     averages = [np.asarray(v.value) for v in optimizer.variables if "average" in v.name]
     golden.check({**out, "averages": dict(zip(WEIGHTS, averages, strict=True))}, "result")
+
+
+@pytest.mark.parametrize("replicas", REPLICAS)
+def test_uneven_batches_with_optimizers_of_keras(replicas):
+    golden, strategy = GOLDENS["train_uneven_batches", replicas], px.Mirrored(jax.devices()[:replicas])
+    golden.check(_train_with(golden, strategy, keras.optimizers.SGD(0.1)))
+
+
+def test_schedules_of_keras():
+    golden, strategy = GOLDENS["train_schedule_exponential", 2], px.Mirrored(jax.devices()[:2])
+    o = golden.inputs
+    schedule = keras.optimizers.schedules.ExponentialDecay(o["initial"], o["decay_steps"], o["decay_rate"])
+    optimizer = keras.optimizers.SGD(schedule)
+    out = _train_with(golden, strategy, optimizer)
+    golden.check({**out, "rates": [schedule(i) for i in range(10)], "rate_now": optimizer.learning_rate})
+
+
+def test_learning_rate_of_keras_set_by_hand(strategy):
+    golden = GOLDENS["train_learning_rate_by_hand", strategy.num_replicas]
+    w, optimizer = make_variable(strategy, golden.inputs["w"]), keras.optimizers.SGD(0.1)
+    log = []
+    for step in range(6):
+        if step in (2, 4):
+            optimizer.learning_rate = {2: 0.5, 4: 0.0}[step]
+        strategy.run(lambda: optimizer.apply_gradients([((replica_number() + 1.0) / strategy.num_replicas, w)]))
+        log.append({"w": np.asarray(w.value), "rate": np.asarray(optimizer.learning_rate)})
+    golden.check({"steps": log, "components": components(strategy, w)})
+
+
+@pytest.mark.parametrize(("traced", "build"), [(False, False), (True, False), (True, True)])
+def test_optimizers_of_keras_make_their_state_when_they_are_first_used(strategy, traced, build):
+    golden = GOLDENS["train_optimizer_not_built", strategy.num_replicas]
+    o = golden.inputs
+    w, optimizer = make_variable(strategy, o["w"]), keras.optimizers.SGD(o["lr"], momentum=o["momentum"])
+    if build:
+        optimizer.build([w])
+
+    def step():
+        strategy.run(lambda: optimizer.apply_gradients([((replica_number() + 1.0) / strategy.num_replicas, w)]))
+
+    step = px.function(step) if traced else step
+    step()
+    step()
+    golden.check(components(strategy, w), "c_built_then_traced")
+
+
+def test_optimizers_of_keras_in_every_context(strategy):
+    golden, n = GOLDENS["train_optimizer_contexts", strategy.num_replicas], strategy.num_replicas
+
+    def outcome(use, **options):
+        w = make_variable(strategy, golden.inputs["w"])
+        use(keras.optimizers.SGD(golden.inputs["lr"]), w)
+        return components(strategy, w)
+
+    def cross(gradient):
+        def use(optimizer, w):
+            with strategy.scope():
+                optimizer.apply_gradients([(gradient, w)])
+
+        return use
+
+    check(outcome(cross(jnp.float32(2.0))), [0.8] * n)
+    golden.check(outcome(cross(per_replica(strategy, [r + 1.0 for r in range(n)]))), "c_made_outside")
+    inside = outcome(
+        lambda optimizer, w: strategy.run(lambda: optimizer.apply_gradients([(replica_number() + 1.0, w)]))
+    )
+    golden.check(inside, "c_made_outside")
+    golden.check(outcome(lambda optimizer, w: optimizer.apply_gradients([(jnp.float32(2.0), w)])), "d_used_outside")
+
+
+def test_missing_gradients_and_optimizers_of_keras(strategy):
+    golden = GOLDENS["train_none_gradients", strategy.num_replicas]
+    a, b, c = (make_variable(strategy, value, name=name) for name, value in (("a", 1.0), ("b", 2.0), ("c", 3.0)))
+    optimizer, n = keras.optimizers.SGD(0.1), strategy.num_replicas
+
+    def applied(*pairs):
+        strategy.run(lambda: optimizer.apply_gradients([(g and g(), v) for g, v in pairs]))
+        return "ok"
+
+    with pytest.warns(UserWarning, match="Gradients do not exist"):
+        one = applied((None, a), (lambda: (replica_number() + 1.0) / n, b))
+    golden.check(
+        {
+            "one_none": one,
+            "after": {"a": components(strategy, a), "b": components(strategy, b)},
+            "both_none": attempt(applied, (None, a), (None, b)),
+            "unknown_variable": attempt(applied, (replica_number, c)),
+        }
+    )
+
+
+def test_constraints_and_optimizers_of_keras(strategy):
+    golden, n = GOLDENS["train_constraint_applied_by_optimizer", strategy.num_replicas], strategy.num_replicas
+    w = make_variable(strategy, golden.inputs["w"])
+    w.constraint = lambda value: jnp.maximum(value, 0.0)
+    optimizer, log = keras.optimizers.SGD(golden.inputs["lr"]), []
+    for _ in range(3):
+        strategy.run(lambda: optimizer.apply_gradients([(jnp.ones(3) * (replica_number() + 1.0) / n, w)]))
+        log.append(components(strategy, w))
+    golden.check({"components_after_step": log})
+
+
+@pytest.mark.parametrize(("name", "options"), [("a_sgd", (0.5,)), ("b_momentum", (0.1, 0.9))])
+def test_looked_up_rows_and_optimizers_of_keras(strategy, name, options):
+    golden, n = GOLDENS["train_embedding_sparse_gradients", strategy.num_replicas], strategy.num_replicas
+    o = golden.inputs
+    weights = [make_variable(strategy, o[key]) for key in "Ew"]
+    optimizer, losses = keras.optimizers.SGD(*options), []
+
+    def replica(ids, y):
+        E, w = weights
+        with px.GradientTape() as tape:
+            loss = ((jnp.take(E, ids, axis=0) @ w - y[:, None]) ** 2).sum() / 8.0
+        optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights))
+        return loss
+
+    step = px.function(lambda *rows: strategy.reduce("sum", strategy.run(replica, args=rows)))
+    for i in range(6):
+        ids, y = (np.array(o[key][i % 2]).reshape(n, -1) for key in ("ids", "y"))
+        losses.append(step(per_replica(strategy, ids, np.int32), per_replica(strategy, y)))
+    golden.check(losses, name, "losses")
+    for key, variable in zip("Ew", weights):
+        golden.check(np.asarray(variable.value), name, key)
