@@ -39,3 +39,27 @@ def test_a_step_written_for_jax_is_refused_by_name(strategy):
 
     with pytest.raises(px.errors.ArgumentTypeError, match=r"Stateless\.train_step is written for JAX"):
         _replicated(Stateless, strategy)
+
+
+def test_a_step_of_its_own_builds_the_layers_it_uses_whatever_call_takes(strategy):
+    class Pair(px.keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.draw, self.judge = keras.layers.Dense(2), keras.layers.Dense(1)
+
+        def call(self, noise):  # three numbers for each row, which the data does not have
+            return self.draw(noise)
+
+        def train_step(self, rows):
+            with px.GradientTape() as tape:
+                loss = (self.judge(rows) - self.judge(self(jnp.ones((len(rows), 3))))).mean()
+            weights = self.trainable_variables
+            self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights))
+            return {"loss": loss}
+
+    with strategy.scope():
+        model = Pair()
+    model.compile(optimizer="sgd")
+    losses = model.fit(jnp.ones((8, 2)), epochs=3, batch_size=8, verbose=0).history["loss"]
+    assert losses[2] < losses[1] < losses[0]
+    assert model.predict(jnp.ones((2, 3)), verbose=0).shape == (2, 2)

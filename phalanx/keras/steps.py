@@ -19,6 +19,7 @@ from phalanx.keras import _keras
 from phalanx.keras.accumulation import Accumulator
 from phalanx.keras.feed import Batch, Parts
 from phalanx.keras.reductions import Law, following
+from phalanx.keras.variables import assignments
 
 Logs = dict[str, Any]
 
@@ -56,8 +57,12 @@ class Steps:
                 with following(self._law(batch, data)), _counted_once(model, not batch.is_split):
                     return _repeated(step, data, batch.steps)
 
+            before = _loss_updates(model)
             logs = self.strategy.run(replica_step, args=(batch.data,))
-            results = _results(model)
+            # Keras adds a metric "loss"; a step that does not use it may still have a loss of its own.
+            results = _results(
+                [m for m in model.metrics if m is not model._loss_tracker or _loss_updates(model) > before]
+            )
             return {name: results[name] if name in results else self._merged(v) for name, v in logs.items()}
 
         run = self._compiled(model, kind, on_replicas)
@@ -117,13 +122,18 @@ def concatenated(outputs: list[Any]) -> Any:
     return outputs[0] if len(outputs) == 1 else jax.tree.map(lambda *leaves: np.concatenate(leaves), *outputs)
 
 
-def _results(model: Any) -> Logs:
+def _results(metrics: list[Any]) -> Logs:
     """The metrics' results, as the logs name them."""
     results: Logs = {}
-    for metric in model.metrics:
+    for metric in metrics:
         value = metric.result()
         results |= value if isinstance(value, dict) else {metric.name: value}
     return results
+
+
+def _loss_updates(model: Any) -> int:
+    tracker = model._loss_tracker
+    return 0 if tracker is None else sum(map(assignments, tracker.variables))
 
 
 @contextmanager

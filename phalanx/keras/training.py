@@ -14,6 +14,7 @@ from phalanx.errors import ArgumentError
 from phalanx.keras import _keras
 from phalanx.keras.feed import Batch, Feed, Parts, distribute
 from phalanx.keras.steps import Logs, Steps
+from phalanx.self_check import self_check
 from phalanx.tape import GradientTape
 
 
@@ -141,6 +142,26 @@ class Loops:
         with self._on_the_strategy():
             return super().predict_on_batch(x)  # type: ignore[misc]
 
+    def self_check(self: Any, x: Any, y: Any = None, sample_weight: Any = None, batch_size: int | None = None) -> str:
+        """Train three batches on one replica and on all of them, and compare; everything is then as it was.
+
+        Args:
+            x: inputs, as for `fit`.
+            y: targets.
+            sample_weight: weights of rows.
+            batch_size: rows of all replicas in a batch.
+
+        Returns:
+            ``"equal"``, or which variable or metric differs first and by how much. Dropout draws other numbers on
+            each replica, and batch normalisation that is not synchronized other moments: they differ by design.
+        """
+        feed = self._feed(x, y, sample_weight, batch_size, None)
+        with self.strategy.scope():
+            self._symbolic_build(data_batch=feed.first())
+        step = self._steps.counting(self, "train_step")
+        batches = [part for parts in feed.get_jax_iterator() for part in parts if part.is_split]
+        return self_check(lambda batch: step((batch,)), batches)
+
     def _feed(
         self: Any,
         x: Any,
@@ -208,6 +229,9 @@ class Loops:
 
     def _get_jax_state(self, **wanted: bool) -> tuple[None, ...]:
         return tuple(None for name, is_wanted in wanted.items() if is_wanted and name != "purge_model_variables")
+
+    def _get_metrics_result_or_logs(self, logs: Logs) -> Logs:
+        return logs  # the metrics' results already; Keras would put its own "loss" for that of a user's step
 
     def _symbolic_build(self: Any, iterator: Any = None, data_batch: Any = None) -> None:
         if type(self).train_step is not StatefulSteps.train_step:

@@ -28,6 +28,8 @@ class KerasVariable(Variable):
 
     def __init__(self, keras_variable: Any, value: Any) -> None:
         self._keras_variable = keras_variable
+        self.assignments = 0
+        """How often code assigned it; for a traced function, when it was traced."""
         aggregation, synchronization = _rules(keras_variable)
         super().__init__(
             value,
@@ -77,7 +79,7 @@ def _is_float(variable: Any) -> bool:
     return bool(jnp.issubdtype(_keras.stored_dtype(variable), jnp.floating))
 
 
-def counterpart(variable: Any) -> Variable:
+def counterpart(variable: Any) -> KerasVariable:
     """The variable that stands for a Keras variable; made when there is none yet."""
     known = variable.__dict__.get(_COUNTERPART)
     if known is None:
@@ -87,7 +89,13 @@ def counterpart(variable: Any) -> Variable:
     return known
 
 
-def _stand_in(variable: Any, value: Any) -> Variable:
+def assignments(variable: Any) -> int:
+    """How often code has assigned a Keras variable that takes part."""
+    known = variable.__dict__.get(_COUNTERPART)
+    return 0 if known is None else known.assignments
+
+
+def _stand_in(variable: Any, value: Any) -> KerasVariable:
     known = variable.__dict__[_COUNTERPART] = (Seed if _is_seed(variable) else KerasVariable)(variable, value)
     _keras.empty(variable)
     return known
@@ -120,7 +128,9 @@ def _assign(original: Any) -> Any:
     def assign(variable: Any, value: Any) -> Any:
         if _goes_to_keras(variable):
             return original(variable, value)
-        counterpart(variable).assign(_fitting(variable, value))
+        ours = counterpart(variable)
+        ours.assignments += 1
+        ours.assign(_fitting(variable, value))
         return value
 
     return assign
@@ -132,6 +142,7 @@ def _assign_by(operation: str) -> Any:
             if _goes_to_keras(variable):
                 return original(variable, value)
             ours = counterpart(variable)
+            ours.assignments += 1
             getattr(ours, operation)(jnp.broadcast_to(_keras.converted(variable, value), variable.shape))
             return variable.value
 
