@@ -22,7 +22,7 @@ except ImportError as error:
 from collections.abc import Callable
 from typing import Any
 
-from phalanx.errors import StrategyError
+from phalanx.errors import ArgumentError, StrategyError
 
 OLDEST = (3, 12)
 
@@ -98,6 +98,19 @@ def build(model: Any, x: Any) -> None:
 def settings(model: Any) -> Any:
     """What the last `compile` was given; each makes an object of its own."""
     return getattr(model, "_compile_config", None)
+
+
+def averages(optimizer: Any) -> Callable[[], Any]:
+    """Gives pairs of weights and their moving averages in an optimizer with ``use_ema=True``, once it is built."""
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    if not optimizer.use_ema:
+        raise ArgumentError("fit: validate_with='ema' needs an optimizer that keeps averages, with use_ema=True.")
+    return lambda: zip(optimizer._trainable_variables, optimizer._model_variables_moving_average)
+
+
+def callbacks(given: Any) -> list[Any]:
+    """The callbacks given to `fit`, as a list."""
+    return given.callbacks if isinstance(given, keras.callbacks.CallbackList) else keras.tree.flatten(given or [])
 
 
 def unpack(data: Any) -> tuple[Any, Any, Any]:

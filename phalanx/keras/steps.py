@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,6 +32,8 @@ class Steps:
         self._synchronize_batch_norm = synchronize_batch_norm
         self._accumulator = Accumulator()
         self._functions: dict[Any, Function[..., Any]] = {}
+        self.averages: Callable[[], Iterable[tuple[Any, Any]]] | None = None
+        """Gives pairs of weights and their averages, when evaluation is to see these."""
         self._settings: Any = None
 
     def _compiled(self, model: Any, kind: str, step: Callable[[Batch], Any]) -> Callable[[Batch], Any]:
@@ -45,6 +47,19 @@ class Steps:
         if key not in self._functions:
             self._functions[key] = function(step)
         return self._functions[key]
+
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """Weights hold their averages in the block, if that is asked for, and are as before after it."""
+        pairs = [] if self.averages is None else list(self.averages())
+        weights = [(weight, weight.value) for weight, _ in pairs]
+        try:
+            for weight, average in pairs:
+                weight.assign(average.value)
+            yield
+        finally:
+            for weight, value in weights:
+                weight.assign(value)
 
     # ---- with metrics ----
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
+from phalanx._checks import check_choice
 from phalanx.distribute.strategy import Strategy
 from phalanx.errors import ArgumentError
 from phalanx.keras import _keras
 from phalanx.keras.feed import Batch, Feed, Parts, distribute
+from phalanx.keras.resume import Resume
 from phalanx.keras.steps import Logs, Steps
 from phalanx.self_check import self_check
 from phalanx.tape import GradientTape
@@ -31,7 +34,7 @@ class StatefulSteps:
             scaled = self.optimizer.scale_loss(loss)
         weights = self.trainable_weights
         grads = tape.gradient(scaled, weights, unconnected_gradients="zero")  # as jax.grad, and so Keras, has it
-        self.optimizer.apply_gradients(zip(grads, weights))
+        self.optimizer.apply(grads, weights)  # which may be none, where all layers are frozen
         return self.compute_metrics(x, y, y_pred, sample_weight=sample_weight)  # type: ignore[no-any-return]
 
     def test_step(self: Any, data: Any) -> Logs:
@@ -72,7 +75,14 @@ class Loops:
         with self.strategy.scope():
             super().compile(*args, **kwargs)  # type: ignore[misc]
 
-    def fit(self: Any, *args: Any, accumulate_steps: int = 1, **kwargs: Any) -> Any:
+    def fit(
+        self: Any,
+        *args: Any,
+        accumulate_steps: int = 1,
+        validate_with: Literal["weights", "ema"] = "weights",
+        resume: str | os.PathLike[str] | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """As in Keras, on all replicas; `batch_size` is that of all of them together.
 
         Args:
@@ -80,14 +90,21 @@ class Loops:
             accumulate_steps: batches whose gradients make one update of the weights, which is that of one batch
                 so many times as large: the mean over all rows, then clipping, schedules and loss scaling. An
                 epoch has as many steps as updates.
+            validate_with: ``"ema"``: validation sees the moving averages of an optimizer with ``use_ema=True`` in
+                place of the weights.
+            resume: a folder where the state after each epoch is kept; fit goes on after the last one that it
+                finds there, and returns at once when all epochs are done. The order of shuffled rows starts anew.
             kwargs: as Keras's.
 
         Raises:
-            ArgumentError: for `accumulate_steps` that is no positive int.
+            ArgumentError: for `accumulate_steps` that is no positive int, or averages that are not there.
         """
         if isinstance(accumulate_steps, bool) or not isinstance(accumulate_steps, int) or accumulate_steps < 1:
             raise ArgumentError(f"fit: accumulate_steps must be a positive int, got {accumulate_steps!r}.")
+        check_choice(validate_with, "fit: validate_with", ("weights", "ema"))
         given = _arguments(super().fit, args, kwargs)  # type: ignore[misc]
+        if resume is not None:
+            given["callbacks"] = [*_keras.callbacks(given["callbacks"]), Resume(resume)]
         if given["validation_split"] and given["validation_data"] is None:
             _split_off_validation(given)
         if given["validation_data"] is not None:
@@ -105,8 +122,12 @@ class Loops:
             class_weight=given.pop("class_weight"),
             accumulate=accumulate_steps,
         )
-        with self._on_the_strategy():
-            return super().fit(**given)  # type: ignore[misc]
+        self._steps.averages = _keras.averages(self.optimizer) if validate_with == "ema" else None
+        try:
+            with self._on_the_strategy():
+                return super().fit(**given)  # type: ignore[misc]
+        finally:
+            self._steps.averages = None
 
     def evaluate(self: Any, *args: Any, **kwargs: Any) -> Any:
         """As in Keras, on all replicas."""
@@ -114,7 +135,7 @@ class Loops:
         feed = self._feed(
             given["x"], given.pop("y"), given.pop("sample_weight"), given.pop("batch_size"), given["steps"]
         )
-        with self._on_the_strategy():
+        with self._on_the_strategy(), self._steps.averaged_weights():
             return super().evaluate(**given | {"x": feed})  # type: ignore[misc]
 
     def predict(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,97 @@
+"""Training that goes on where it stopped, and validation with averaged weights."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+import phalanx as px
+import phalanx.keras
+from phalanx.errors import ArgumentError
+
+import keras  # isort: skip
+
+rng = np.random.default_rng(0)
+X = rng.normal(size=(22, 4)).astype(np.float32)
+Y = X.sum(1, keepdims=True)
+
+
+def replicated(optimizer=None, n=2):
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.layers.Dense(8, "relu"), keras.layers.Dropout(0.1), keras.layers.Dense(1)])
+    view = px.keras.replicate(model, px.Mirrored(jax.devices()[:n]))
+    view.compile(optimizer or keras.optimizers.Adam(0.01), "mse")
+    return view
+
+
+def fit(view, **options):
+    return view.fit(X, Y, batch_size=8, shuffle=False, verbose=0, **options)
+
+
+class Fails(keras.callbacks.Callback):
+    """Breaks off in one epoch."""
+
+    def __init__(self, epoch):
+        super().__init__()
+        self.epoch = epoch
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == self.epoch:
+            raise RuntimeError("power failure")
+
+
+def test_a_run_goes_on_after_the_last_whole_epoch_and_ends_as_if_it_had_never_stopped(tmp_path):
+    uninterrupted = replicated()
+    whole = fit(uninterrupted, epochs=5).history["loss"]
+    with pytest.raises(RuntimeError, match="power failure"):
+        fit(replicated(), epochs=5, resume=tmp_path, callbacks=[Fails(3)])
+    resumed = replicated()  # not built yet
+    history = fit(resumed, epochs=5, resume=tmp_path)
+    assert history.epoch == [3, 4]
+    assert history.history["loss"] == whole[3:]
+    for a, b in zip(resumed.get_weights(), uninterrupted.get_weights()):
+        np.testing.assert_array_equal(a, b)
+    finished = replicated()
+    assert fit(finished, epochs=5, resume=tmp_path).epoch == []
+    for a, b in zip(finished.get_weights(), uninterrupted.get_weights()):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_validation_sees_averaged_weights_and_training_the_others():
+    view = replicated(keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5))
+    during = []
+
+    class Evaluates(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            during.append(view.evaluate(X, Y, batch_size=8, verbose=0))
+
+    plain = fit(view, epochs=2, callbacks=[Evaluates()], validation_data=(X, Y)).history
+    assert plain["val_loss"] == pytest.approx(during)
+    view = replicated(keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5))
+    averaged = fit(view, epochs=2, validation_data=(X, Y), validate_with="ema").history
+    assert averaged["loss"] == plain["loss"]
+    # At the end of fit Keras itself puts the averages into the weights.
+    assert averaged["val_loss"][-1] == pytest.approx(view.evaluate(X, Y, batch_size=8, verbose=0))
+    assert averaged["val_loss"][0] != pytest.approx(plain["val_loss"][0], rel=1e-3)
+
+
+def test_an_error_in_validation_leaves_the_weights_of_training():
+    view = replicated(keras.optimizers.SGD(0.1, use_ema=True))
+    fit(view, epochs=1)
+    steps = view._steps
+    steps.averages = phalanx.keras._keras.averages(view.optimizer)
+    view.set_weights([2 * w for w in view.get_weights()])
+    before = view.get_weights()
+    with pytest.raises(RuntimeError, match="power failure"), steps.averaged_weights():
+        assert any((a != b).any() for a, b in zip(view.get_weights(), before))
+        raise RuntimeError("power failure")
+    for a, b in zip(view.get_weights(), before):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_averages_that_are_not_kept_are_asked_for():
+    with pytest.raises(ArgumentError, match="use_ema=True"):
+        fit(replicated(), epochs=1, validation_data=(X, Y), validate_with="ema")
+    with pytest.raises(ArgumentError, match="validate_with must be one of 'weights', 'ema'"):
+        fit(replicated(), epochs=1, validate_with="best")
