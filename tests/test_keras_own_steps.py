@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import phalanx as px
@@ -63,3 +64,35 @@ def test_a_step_of_its_own_builds_the_layers_it_uses_whatever_call_takes(strateg
     losses = model.fit(jnp.ones((8, 2)), epochs=3, batch_size=8, verbose=0).history["loss"]
     assert losses[2] < losses[1] < losses[0]
     assert model.predict(jnp.ones((2, 3)), verbose=0).shape == (2, 2)
+
+
+def test_a_model_without_trainable_weights_trains_to_no_effect(strategy):
+    model = _replicated(keras.Sequential, strategy)
+    model.trainable = False
+    losses = model.fit(jnp.ones((8, 2)), jnp.ones((8, 1)), epochs=2, batch_size=8, verbose=0).history["loss"]
+    assert losses == [1.0, 1.0]
+
+
+def test_metrics_that_only_the_test_step_uses_count_rows_once_also_where_they_do_not_divide(strategy):
+    class OwnLoss(px.keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(1, kernel_initializer="ones")
+
+        def call(self, x):
+            return self.dense(x)
+
+        def train_step(self, data):
+            with px.GradientTape() as tape:
+                loss = 0 * self(data[0]).mean()
+            weights = self.trainable_variables
+            self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights))
+            return {"loss": loss + 5}
+
+    with strategy.scope():
+        model = OwnLoss()
+    model.compile(optimizer="sgd", loss="mse", metrics=["mae"])
+    x, y = np.arange(6, dtype="float32").reshape(3, 2), np.ones((3, 1), "float32")
+    assert model.fit(x, y, verbose=0).history == {"loss": [5.0]}
+    result = model.evaluate(x, y, verbose=0, return_dict=True)
+    assert result == pytest.approx({"loss": (0 + 16 + 64) / 3, "mae": 4.0})

@@ -68,16 +68,19 @@ class Steps:
         step = getattr(model, kind)
 
         def on_replicas(batch: Batch) -> Logs:
-            def replica_step(data: Any) -> Logs:
-                with following(self._law(batch, data)), _counted_once(model, not batch.is_split):
-                    return _repeated(step, data, batch.steps)
+            loss_is_metric = False
 
-            before = _loss_updates(model)
+            def replica_step(data: Any) -> Logs:
+                nonlocal loss_is_metric
+                with following(self._law(batch, data)), _counted_once(model, not batch.is_split):
+                    before = _loss_updates(model)
+                    logs = _repeated(step, data, batch.steps)
+                    loss_is_metric = _loss_updates(model) > before
+                    return logs
+
             logs = self.strategy.run(replica_step, args=(batch.data,))
             # Keras adds a metric "loss"; a step that does not use it may still have a loss of its own.
-            results = _results(
-                [m for m in model.metrics if m is not model._loss_tracker or _loss_updates(model) > before]
-            )
+            results = _results([m for m in model.metrics if loss_is_metric or m is not model._loss_tracker])
             return {name: results[name] if name in results else self._merged(v) for name, v in logs.items()}
 
         run = self._compiled(model, kind, on_replicas)
@@ -141,6 +144,8 @@ def _results(metrics: list[Any]) -> Logs:
     """The metrics' results, as the logs name them."""
     results: Logs = {}
     for metric in metrics:
+        if not getattr(metric, "built", True):
+            continue  # given to `compile`, and not used by a step of the user's
         value = metric.result()
         results |= value if isinstance(value, dict) else {metric.name: value}
     return results
@@ -157,9 +162,10 @@ def _counted_once(model: Any, needed: bool) -> Iterator[None]:
     if not needed:
         yield
         return
-    before = [variable.value for variable in model.metrics_variables]
+    before = {id(variable): variable.value for variable in model.metrics_variables}
     yield
     context = get_replica_context()
     assert context is not None
-    for variable, old in zip(model.metrics_variables, before):
+    for variable in model.metrics_variables:
+        old = before.get(id(variable), 0)  # metrics that the step has built start with zeros
         variable.assign(jnp.where(context.replica_id == 0, variable.value, old))
