@@ -25,16 +25,17 @@ def one_replica(golden):
 
 def network(golden, strategy, *, outputs="linear", make=keras.Sequential, **layer_options):
     """Two dense layers with the scenario's weights, on the strategy."""
-    o = golden.inputs
-    model = make(
-        [
-            keras.Input((3,)),
-            keras.layers.Dense(4, activation="tanh", **layer_options),
-            keras.layers.Dense(len(o["b2"]), activation=outputs, **layer_options),
-        ]
-    )
-    model.set_weights([array(o[name]) for name in WEIGHTS])
-    return px.keras.replicate(model, strategy)
+    layers = [
+        keras.Input((3,)),
+        keras.layers.Dense(4, activation="tanh", **layer_options),
+        keras.layers.Dense(len(golden.inputs["b2"]), activation=outputs, **layer_options),
+    ]
+    return start(golden, px.keras.replicate(make(layers), strategy))
+
+
+def start(golden, model):
+    model.set_weights([array(golden.inputs[name]) for name in WEIGHTS])
+    return model
 
 
 def regression(golden, strategy, *, layer_options=None, **settings):
@@ -49,6 +50,18 @@ def classifier(golden, strategy):
     optimizer = keras.optimizers.SGD(golden.inputs["lr"])
     model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"], jit_compile=False)
     return model
+
+
+_MADE = {}
+
+
+def usual(make, golden, strategy):
+    """A model that several scenarios share, from its start; its steps are compiled once for each number of replicas."""
+    key = make, strategy.num_replicas
+    model = _MADE[key] = _MADE.get(key) or make(golden, strategy)
+    model.optimizer.learning_rate = golden.inputs.get("lr", 0.1)
+    model.reset_metrics()
+    return start(golden, model)
 
 
 def rows(golden, key="x"):
@@ -80,17 +93,17 @@ def trained_and_used(golden, model, *, weights=None, **options):
 
 @replay("fit_even")
 def test_fit_evaluate_and_predict(golden, strategy):
-    return trained_and_used(golden, regression(golden, strategy))
+    return trained_and_used(golden, usual(regression, golden, strategy))
 
 
 @differs("fit_uneven", "every row of a short batch counts once")
 def test_short_last_batch(golden, strategy):
-    one_replica(golden).check(trained_and_used(golden, regression(golden, strategy)))
+    one_replica(golden).check(trained_and_used(golden, usual(regression, golden, strategy)))
 
 
 @differs("fit_uneven_3_rows", "every row of a batch that does not divide counts once")
 def test_last_batch_that_does_not_divide(golden, strategy):
-    one_replica(golden).check(trained_and_used(golden, regression(golden, strategy)))
+    one_replica(golden).check(trained_and_used(golden, usual(regression, golden, strategy)))
 
 
 @differs("fit_uneven_adam", "every row of a short batch counts once")
@@ -101,14 +114,14 @@ def test_short_last_batch_with_adam(golden, strategy):
 
 @differs("fit_first_batch_not_divisible", "batches of any size train")
 def test_first_batch_that_does_not_divide(golden, strategy):
-    model = regression(golden, strategy)
+    model = usual(regression, golden, strategy)
     one_replica(golden).check(trained(model, fit(golden, model)))
 
 
 @differs("fit_evaluate_predict_only", "batches of any size are evaluated")
 def test_evaluate_and_predict_without_training(golden, strategy):
     x, y = rows(golden), rows(golden, "y")
-    model = regression(golden, strategy)
+    model = usual(regression, golden, strategy)
     for batch in (4, 2, 3, 10):
         scores = model.evaluate(x, y, batch_size=batch, verbose=0, return_dict=True)
         outputs = model.predict(x, batch_size=batch, verbose=0)
@@ -117,7 +130,7 @@ def test_evaluate_and_predict_without_training(golden, strategy):
 
 @differs("fit_on_batch", "a batch is cut over the replicas, and each row comes back once")
 def test_single_batches(golden, strategy):
-    model = regression(golden, strategy)
+    model = usual(regression, golden, strategy)
     x, y = rows(golden), rows(golden, "y")
 
     def floats(logs):
@@ -145,7 +158,7 @@ def test_sample_weights(golden, strategy):
 
 @differs("fit_classifier", "every row of a short batch counts once")
 def test_classifier(golden, strategy):
-    one_replica(golden).check(trained_and_used(golden, classifier(golden, strategy)))
+    one_replica(golden).check(trained_and_used(golden, usual(classifier, golden, strategy)))
 
 
 def class_weight(golden):
@@ -154,12 +167,12 @@ def class_weight(golden):
 
 @replay("fit_class_weight")
 def test_class_weights(golden, strategy):
-    return trained_and_used(golden, classifier(golden, strategy), class_weight=class_weight(golden))
+    return trained_and_used(golden, usual(classifier, golden, strategy), class_weight=class_weight(golden))
 
 
 @differs("fit_class_weight_uneven", "every row of a short batch counts by the weight of its class")
 def test_class_weights_and_a_short_batch(golden, strategy):
-    out = trained_and_used(golden, classifier(golden, strategy), class_weight=class_weight(golden))
+    out = trained_and_used(golden, usual(classifier, golden, strategy), class_weight=class_weight(golden))
     one_replica(golden).check(out)
 
 
@@ -168,14 +181,14 @@ def test_class_weights_and_a_short_batch(golden, strategy):
 
 @replay("fit_validation")
 def test_validation(golden, strategy):
-    model = regression(golden, strategy)
+    model = usual(regression, golden, strategy)
     validation = rows(golden, "x_val"), rows(golden, "y_val")
     return trained(model, fit(golden, model, validation_data=validation, validation_batch_size=4))
 
 
 @replay("fit_dataset_steps")
 def test_epochs_of_a_given_number_of_steps(golden, strategy):
-    model = regression(golden, strategy)
+    model = usual(regression, golden, strategy)
     x, y = (np.split(rows(golden, key), 3) for key in "xy")
     batches = (batch for batch in itertools.cycle(zip(x, y)))
     steps = golden.inputs["steps_per_epoch"]
@@ -208,14 +221,14 @@ class _Events(keras.callbacks.Callback):
 
 @differs("fit_callback_logs", "logs are over the rows of all replicas, at the end of a batch too")
 def test_what_callbacks_see(golden, strategy):
-    model, events = regression(golden, strategy), _Events()
+    model, events = usual(regression, golden, strategy), _Events()
     fit(golden, model, callbacks=[events])
     one_replica(golden).check({"events": events.seen})
 
 
 @replay("fit_schedule_and_early_stopping")
 def test_callbacks_that_act_on_the_model(golden, strategy):
-    model = regression(golden, strategy)
+    model = usual(regression, golden, strategy)
     callbacks = [
         keras.callbacks.LearningRateScheduler(lambda epoch: 0.2 / (epoch + 1)),
         keras.callbacks.EarlyStopping("loss", min_delta=1.0, patience=1),
