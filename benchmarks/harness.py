@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-WORKLOADS = ("eager", "step", "dispatch", "tracing", "loop", "feeding", "importing")
+WORKLOADS = ("eager", "step", "dispatch", "tracing", "loop", "feeding", "keras_fit", "importing")
 """Modules of this package, each with REPLICAS, UNIT and cases(replicas, quick)."""
 
 _UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6}

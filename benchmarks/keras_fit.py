@@ -1,0 +1,63 @@
+"""`fit` of a replicated Keras model next to plain Keras and Keras's own DataParallel, per epoch step.
+
+Each measurement is one epoch of 50 steps, divided by 50; with one replica the comparison is plain Keras.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import jax
+import numpy as np
+
+import phalanx as px
+import phalanx.keras  # before Keras, so that it runs on JAX
+from benchmarks.harness import Candidate, Case
+
+import keras  # isort: skip
+
+REPLICAS = (1, 2, 8)
+UNIT = "ms"
+
+
+def cases(replicas: int, quick: bool) -> Iterator[Case]:
+    steps = 2 if quick else 50
+    for layers, width, batch in ((3, 256, 256), (100, 32, 64)):
+        name = f"{layers} layers of {width}, batch {batch}, {steps} steps"
+        yield Case(name, functools.partial(_candidates, replicas, layers, width, batch, steps))
+
+
+def _candidates(replicas: int, layers: int, width: int, batch: int, steps: int) -> list[Candidate]:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(steps * batch, width)).astype(np.float32)
+    y = rng.normal(size=(steps * batch, 1)).astype(np.float32)
+
+    def model() -> Any:
+        keras.utils.set_random_seed(0)
+        hidden = [keras.layers.Dense(width, "relu") for _ in range(layers)]
+        return keras.Sequential([keras.layers.Input((width,)), *hidden, keras.layers.Dense(1)])
+
+    def fit(
+        make: Callable[[], Any], around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    ) -> Callable[[], Any]:
+        with around():
+            model = make()
+            model.compile(keras.optimizers.Adam(1e-3), "mse")
+
+        def epoch() -> Any:
+            with around():
+                return model.fit(x, y, batch_size=batch, verbose=0, shuffle=False).history["loss"]
+
+        return epoch
+
+    devices = jax.devices()[:replicas]
+    epochs = {"Phalanx": fit(lambda: px.keras.replicate(model(), px.Mirrored(devices)))}
+    if replicas == 1:
+        epochs["Keras"] = fit(model)
+    else:
+        names = [f"cpu:{d.id}" if d.platform == "cpu" else f"{d.platform}:{d.id}" for d in devices]
+        epochs["Keras, DataParallel"] = fit(model, keras.distribution.DataParallel(devices=names).scope)
+    return [Candidate(name, epoch, epoch) for name, epoch in epochs.items()]
