@@ -155,6 +155,40 @@ def test_reductions_of_losses(reduction, weights):
     check(Case(dense(), compiled, weights=weights), 2, 8)
 
 
+class OneNumber(losses.Loss):
+    """The mean over rows, taken by the loss itself."""
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        return keras.ops.mean(keras.ops.square(y_true - y_pred))
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_losses_that_are_one_number_for_all_rows(reduction):
+    check(Case(dense(), sgd(OneNumber(reduction=reduction)), rows=DIVIDES), 3)
+
+
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64")  # by Keras
+def test_metrics_count_all_rows():
+    def compiled() -> dict[str, Any]:
+        kinds = [
+            metrics.AUC(20, name="auc"),
+            metrics.Precision(name="precision"),
+            metrics.Recall(name="recall"),
+            metrics.F1Score(threshold=0.5, average="micro", name="f1"),
+            metrics.TruePositives(name="hits"),
+            metrics.BinaryIoU(name="iou"),
+            metrics.R2Score(name="r2"),
+            metrics.RootMeanSquaredError(name="rmse"),
+            metrics.SensitivityAtSpecificity(0.5, num_thresholds=20, name="sensitivity"),
+            metrics.MeanMetricWrapper(lambda y, p: keras.ops.abs(y - p), name="own"),
+            metrics.LogCoshError(name="logcosh"),
+        ]
+        return {"optimizer": optimizers.SGD(0.5), "loss": "binary_crossentropy", "metrics": kinds}
+
+    model = lambda: keras.Sequential([keras.Input((4,)), layers.Dense(1, "sigmoid")])  # noqa: E731
+    check(Case(model, compiled, y=(Y[:, :1] > 0).astype("float32")), 3)
+
+
 # ---- masks ---------------------------------------------------------------------------------------
 
 

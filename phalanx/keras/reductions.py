@@ -110,21 +110,25 @@ def _reduce_losses(original: Callable[..., Any]) -> Callable[..., Any]:
         n = _replicas_with_rows_of_their_own()
         if n == 1 or reduction in (None, "none"):
             return original(values, sample_weight, mask, reduction, dtype)
-        values = jnp.asarray(values, dtype)
-        share = original(values, sample_weight, mask, "sum", dtype)
-        if reduction != "sum":
-            weights = sample_weight if reduction == "mean_with_sample_weight" else None
-            share = _divided(share, _rows_of_all(original, values, weights, mask, dtype))
+        weighted = original(values, sample_weight, mask, "none", dtype)
+        share = jnp.sum(weighted)
+        if reduction != "sum" or weighted.ndim == 0:  # one number for all rows, which Keras never sums
+            share = _divided(share, _count_of_all(weighted, sample_weight, mask, reduction))
         return share * n if _here.law.op == "mean" else share
 
     return reduce_weighted_values
 
 
-def _rows_of_all(original: Callable[..., Any], values: Any, weights: Any, mask: Any, dtype: Any) -> Any:
-    if weights is None and mask is None:
-        return values.size * state.context().strategy.num_replicas
-    count = jax.lax.stop_gradient(original(jnp.ones_like(values), weights, mask, "sum", dtype))
-    return _reduce("sum", [count])[0]
+def _count_of_all(weighted: Any, weights: Any, mask: Any, reduction: Any) -> Any:
+    """What Keras divides the sum of the weighted losses by, over all replicas."""
+    if reduction == "mean_with_sample_weight" and not (weights is None and mask is None):
+        count = jnp.sum(_keras.loss.apply_mask(weights, mask, weighted.dtype, reduction), dtype=weighted.dtype)
+    elif mask is not None:
+        mask = jnp.asarray(mask, weighted.dtype)
+        count = jnp.sum(mask) * (weighted.size / mask.size)
+    else:
+        return weighted.size * state.context().strategy.num_replicas
+    return _reduce("sum", [jax.lax.stop_gradient(count)])[0]
 
 
 def _divided(share: Any, count: Any) -> Any:
