@@ -45,3 +45,9 @@ def test_tapes_see_functions_of_jax_on_keras_variables(strategy):
     found = strategy.local_results(strategy.run(replica))
     assert [g.tolist() for g in found] == [[2.0 * (r + 1), -4.0 * (r + 1)] for r in range(len(found))]
     assert len(found) == strategy.num_replicas
+
+
+def test_a_variable_on_a_strategy_shows_its_value_and_place():
+    with px.Mirrored(jax.devices()[:2]).scope():
+        v = keras.Variable([1.0, 2.0], name="a")
+    assert repr(v) == "Variable(name='a', shape=(2,), dtype=float32, mirrored x2, value=[1. 2.])"

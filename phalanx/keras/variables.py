@@ -158,6 +158,14 @@ def _goes_to_keras(variable: Any) -> bool:
     return _COUNTERPART not in variable.__dict__ and state.is_plain()
 
 
+def _show(original: Any) -> Any:
+    def show(variable: Any) -> str:
+        known = variable.__dict__.get(_COUNTERPART)
+        return str(original(variable)) if known is None else repr(known)
+
+    return show
+
+
 def _fitting(variable: Any, value: Any) -> Any:
     if is_per_replica(value):
         return value
@@ -200,6 +208,7 @@ def install() -> None:
     _keras.replace(cls, "__init__", _create)
     _keras.replace(cls, "_deferred_initialize", _initialise_late)
     _keras.replace(cls, "value", _read)
+    _keras.replace(cls, "__repr__", _show)
     _keras.replace(cls, "assign", _assign)
     _keras.replace(cls, "assign_add", _assign_by("assign_add"))
     _keras.replace(cls, "assign_sub", _assign_by("assign_sub"))
