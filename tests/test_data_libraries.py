@@ -139,7 +139,7 @@ def test_torch_datasets_and_tensors_are_rows(torch):
 
 def test_torch_bfloat16_and_parameters_are_fed(torch):
     weights = torch.nn.Parameter(torch.tensor(X, dtype=torch.bfloat16))
-    (element,) = replicas(2).distribute_dataset([weights, weights], 10)
+    (element,) = replicas(2).distribute_dataset((weights, weights), 10)
     assert element[0].dtype == jnp.bfloat16
     assert whole(element)[1].astype(np.float32).tolist() == X.tolist()
     (element,) = replicas(2).distribute_dataset(lambda: [weights])
@@ -254,7 +254,7 @@ def test_tf_text_and_ragged_columns_are_named(tf):
     with pytest.raises(ArgumentTypeError, match=r"\['text'\] of element 0 is not numeric"):
         list(feed(text))
     ragged = tf.data.Dataset.from_tensor_slices({"r": tf.ragged.constant([[1.0], [2.0, 3.0]])}).batch(2)
-    with pytest.raises(ArgumentTypeError, match=r"\['r'\] of element 0 is not numeric"):
+    with pytest.raises(ArgumentTypeError, match=r"\['r'\] of element 0 is ragged: its rows differ in length"):
         list(feed(ragged))
 
 

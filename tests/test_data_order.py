@@ -58,8 +58,9 @@ def test_a_seed_that_was_not_given_is_drawn_and_logged_so_that_the_run_can_be_re
     assert order(shuffled(seed=None)) != order(shuffled(seed=None))
 
 
-def test_a_seed_without_shuffle_changes_nothing():
-    assert order(replicas(2).distribute_dataset(ROWS, 8, seed=3)) == ROWS.tolist()
+def test_a_seed_without_shuffle_is_refused():
+    with pytest.raises(ArgumentError, match="seed=3 is for shuffle=True, and shuffle is False"):
+        replicas(2).distribute_dataset(ROWS, 8, seed=3)
 
 
 def test_shuffling_needs_rows_that_can_be_read_by_index():

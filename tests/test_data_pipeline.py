@@ -20,6 +20,7 @@ import pytest
 from feeding import WAIT, feeding_threads, numbers, replicas
 
 import phalanx as px
+from phalanx.errors import StrategyError
 
 MARK = (4, 24593)
 """A shape that no other array has: what has it is an element of the test."""
@@ -93,16 +94,19 @@ def test_several_passes_at_once_do_not_disturb_each_other():
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_elements_can_be_made_in_a_traced_function(prefetch):
-    """A loop in a traced function is unrolled; its elements are constants of the program."""
+def test_a_traced_program_takes_elements_as_arguments_only(prefetch):
+    """One that it took by itself would be that of the first call for ever; the iterator stays where it was."""
     strategy = replicas(2)
     dataset = strategy.distribute_dataset(np.arange(8.0), 4, prefetch=prefetch)
-
-    @px.function
-    def total():
-        return sum(strategy.reduce("sum", strategy.run(lambda x: x.sum(), (x,))) for x in dataset)
-
-    assert [float(total()), float(total())] == [28, 28]
+    iterator = iter(dataset)
+    for trace in (lambda fn: px.function(fn)(), strategy.run, lambda fn: jax.jit(fn)()):
+        for take in (lambda: next(iter(dataset)), lambda: next(iterator), lambda: list(px.progress(dataset))):
+            with pytest.raises(StrategyError, match="pass each element to the function as an argument"):
+                trace(lambda: jnp.ones(take().shape))
+    step = px.function(lambda x: strategy.reduce("sum", strategy.run(jnp.sum, (x,))))
+    assert [float(step(x)) for x in iterator] == [6, 22]
+    px.run_functions_eagerly(True)
+    assert px.function(lambda: len(list(dataset)))() == 2
 
 
 # ---- memory --------------------------------------------------------------------------------------
