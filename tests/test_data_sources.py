@@ -151,6 +151,23 @@ def test_a_function_is_called_once_for_each_pass_and_may_return_any_source():
     assert [rows_of(dataset), rows_of(dataset)] == [[[10, 11, 12, 13]], [[20, 21, 22, 23]]]
 
 
+def test_a_class_is_called_for_each_pass_like_a_function():
+    class Batches:
+        def __iter__(self):
+            return iter([np.arange(4.0)])
+
+    assert rows_of(replicas(2).distribute_dataset(Batches)) == [[0, 1, 2, 3]]
+
+
+def test_a_function_that_gives_a_function_is_refused():
+    def itself():
+        return itself
+
+    for source in (itself, lambda: len):
+        with pytest.raises(ArgumentTypeError, match=r"the function <function .* gave a function, .* and no data"):
+            list(replicas(2).distribute_dataset(source))
+
+
 def test_length_is_known_where_the_source_tells():
     strategy = replicas(2)
     batches = [np.arange(4.0)] * 3
