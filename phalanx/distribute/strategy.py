@@ -486,13 +486,15 @@ class Strategy:
         `rows` are those of all replicas, or with `local` those of this process's replicas. The array may be
         changed as soon as this returns.
         """
-        n = len(self.local_devices) if local else self.num_replicas
-        stacked = rows.reshape(n, rows.shape[0] // n, *rows.shape[1:])
+        replicas = self._local(range(self.num_replicas)) if local else list(range(self.num_replicas))
+        stacked = rows.reshape(len(replicas), rows.shape[0] // len(replicas), *rows.shape[1:])
 
-        parts = list(stacked) if local else self._local(list(stacked))
-        # A CPU device would go on using the memory that it is given.
-        parts = [part[None].copy() if self.platform == "cpu" else part[None] for part in parts]
-        shards = jax.device_put(parts, self.local_devices)
+        def part(index: Any) -> np.ndarray[Any, Any]:
+            i = replicas.index(index[0].start or 0)
+            mine = stacked[i : i + 1]
+            return mine.copy() if self.platform == "cpu" else mine  # a CPU device would go on using this memory
+
         shape = (self.num_replicas, *stacked.shape[1:])
-        split = jax.make_array_from_single_device_arrays(shape, _jax.split(self.mesh), shards)
+        with jax.transfer_guard_host_to_device("allow"):  # whoever feeds has asked for it
+            split = jax.make_array_from_callback(shape, _jax.split(self.mesh), part)
         return PerReplica(split.block_until_ready(), self)
