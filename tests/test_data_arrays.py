@@ -102,6 +102,7 @@ def test_a_batch_that_does_not_divide_is_an_error_with_three_ways_out(n, batch_s
 def test_dropping_leaves_the_last_batch_out(strategy):
     assert batches(strategy, 10, 4, remainder="drop") == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert batches(strategy, 8, 4, remainder="drop") == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert batches(strategy, 3, 4, remainder="drop") == []
 
 
 def test_an_error_can_be_asked_for_where_the_last_batch_is_smaller(strategy):

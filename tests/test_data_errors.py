@@ -160,7 +160,7 @@ def test_what_is_distributed_already_is_refused():
     for source in (element, {"x": element}, (element, np.ones(4))):
         with pytest.raises(ArgumentTypeError, match=r"source.* is a PerReplica, which lies on the replicas already"):
             strategy.distribute_dataset(source, 2)
-    for batches in ([element], lambda: dataset, map(lambda x: {"x": x}, dataset)):
+    for batches in ([element], lambda: dataset, ({"x": x} for x in dataset)):
         with pytest.raises(ArgumentTypeError, match=r"of element 0 is a PerReplica"):
             list(strategy.distribute_dataset(batches))
 

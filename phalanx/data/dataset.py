@@ -13,7 +13,7 @@ import numpy as np
 from phalanx import _jax, state
 from phalanx._checks import check_choice, check_flag
 from phalanx.data.agreement import Group
-from phalanx.data.elements import Batcher, Remainder, dropped, nothing_left, uneven
+from phalanx.data.elements import Batcher, Remainder, dropped, uneven
 from phalanx.data.pipeline import ahead
 from phalanx.data.sources import RowSource, Source, as_source
 from phalanx.errors import ArgumentError, ArgumentTypeError, StrategyError, UnevenBatchError
@@ -127,8 +127,6 @@ class DistributedDataset:
         what = f"{rows} rows in batches of {size} on {n} replicas give a batch of"
         if whole and size % n:
             raise uneven(what, size, size, n)
-        if not whole and self._remainder == "drop":
-            raise nothing_left(f"{rows} rows in batches of {size}")
         if rest and self._remainder == "drop" and is_strict():
             raise dropped(f"{rest} of {rows} rows")
         if rest and self._remainder != "drop" and (rest % n or self._remainder == "error"):
@@ -220,7 +218,10 @@ class DistributedDataset:
         if first == number == 0 and not batcher.layout.types:
             raise ArgumentError("distribute_dataset: the source is empty (it gave no element).")
         if first == given == 0:
-            raise nothing_left("the source")
+            logger.warning(
+                "dataset: remainder='drop' left no batch in this pass: the source has too few rows. Use a smaller"
+                " batch_size, or remainder='pad' (with mask=True for exact means)."
+            )
 
     def _batcher(self, rows: int | None) -> Batcher:
         return Batcher(self._replicas, self._items, self._remainder, self._mask, rows)

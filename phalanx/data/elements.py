@@ -170,14 +170,6 @@ def uneven(what: str, rows: int, size: int, n: int) -> UnevenBatchError:
     )
 
 
-def nothing_left(what: str) -> UnevenBatchError:
-    """The error for a pass without a batch although the source has rows."""
-    return UnevenBatchError(
-        f"distribute_dataset: remainder='drop' leaves no batch of {what}. Use a smaller batch_size, or remainder='pad'"
-        " (with mask=True for exact means)."
-    )
-
-
 def dropped(what: str) -> UnevenBatchError:
     """The error for rows that would be left out although `px.strict` is on."""
     return UnevenBatchError(
