@@ -135,6 +135,9 @@ def test_per_replica_batch_size_refuses_what_does_not_divide():
     def batches(context):
         with pytest.raises(UnevenBatchError, match="A global batch of 6 rows does not divide by 4 replicas"):
             context.per_replica_batch_size(6)
+        for size in (16.0, 0, -8, "a", True):
+            with pytest.raises(ArgumentError, match=f"global_batch_size must be a positive int, got {size!r}"):
+                context.per_replica_batch_size(size)
         assert repr(context) == "InputContext(num_input_pipelines=1, input_pipeline_id=0, num_replicas=4)"
         return [np.ones(1)] * 4
 
@@ -151,6 +154,35 @@ def test_replicas_without_a_batch_get_padding():
         ([4, 5, 5, 5], [1, 1, 0, 0]),
     ]
     assert rows_of(replicas(2).distribute_datasets_from_function(batches, remainder="drop")) == [[0, 1, 2, 3]]
+
+
+def test_each_replica_gets_its_own_batch_whatever_the_sizes():
+    """Within a step (4 and 2 rows), from step to step (then 2 and 2), and when some are missing (then 1 of 2)."""
+
+    def batches(_):
+        return [np.arange(4), np.arange(2) + 10, np.arange(2) + 20, np.arange(2) + 30, np.arange(2) + 40]
+
+    strategy = replicas(2)
+    padded = strategy.distribute_datasets_from_function(batches, remainder="pad", mask=True)
+    kept = [[x[w > 0].tolist() for x, w in strategy.local_results(element)] for element in padded]
+    assert kept == [[[0, 1, 2, 3], [10, 11]], [[20, 21], [30, 31]], [[40, 41], []]]
+    assert {x.shape for x, _ in padded} == {(4,)}
+    with pytest.raises(UnevenBatchError, match=r"the batches of the replicas in element 0 have \[4, 2\] rows"):
+        list(strategy.distribute_datasets_from_function(batches))
+    even = strategy.distribute_datasets_from_function(lambda _: batches(_)[2:])
+    iterator = iter(even)
+    assert parts_of([next(iterator)]) == [[[20, 21], [30, 31]]]
+    with pytest.raises(UnevenBatchError, match=r"element 1 have \[2, 0\] rows"):
+        next(iterator)
+    smaller = strategy.distribute_datasets_from_function(lambda _: [*batches(_)[:1] * 2, *batches(_)[1:3]])
+    assert parts_of(smaller) == [[[0, 1, 2, 3], [0, 1, 2, 3]], [[10, 11], [20, 21]]]
+    dropping = strategy.distribute_datasets_from_function(lambda _: batches(_)[2:], remainder="drop")
+    assert parts_of(dropping) == [[[20, 21], [30, 31]]]
+
+
+def test_whole_arrays_are_no_batches_of_single_replicas():
+    with pytest.raises(ArgumentError, match="distribute_datasets_from_function returns an iterable of batches"):
+        replicas(2).distribute_datasets_from_function(lambda _: np.ones((4, 2)))
 
 
 def test_batches_that_do_not_fit_together_are_named():

@@ -118,6 +118,67 @@ def test_random_keys_are_refused_with_the_way_out():
             list(replicas(2).distribute_dataset(source, batch_size))
 
 
+@pytest.mark.parametrize("value", [2**31, -(2**31) - 1, 2**40 + 7])
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_integers_that_do_not_fit_on_the_device_are_named(value, prefetch):
+    strategy, message = replicas(2), rf"\['id'\] of element 1 holds {value}, which does not fit int32: int64 becomes"
+    ids = np.array([0, 1, 2, value])
+    sources = ({"id": ids}, 2), ([{"id": ids[:2]}, {"id": ids[2:]}], None), ([{"id": int(i)} for i in ids], 2)
+    for source, size in sources:
+        with pytest.raises(ArgumentError, match=message):
+            list(strategy.distribute_dataset(source, size, prefetch=prefetch))
+        with jax.enable_x64(True):
+            elements = [
+                whole(element)["id"] for element in strategy.distribute_dataset(source, size, prefetch=prefetch)
+            ]
+        assert np.concatenate(elements).tolist() == ids.tolist()
+
+
+def test_integers_at_the_limits_of_the_devices_fit():
+    info = np.iinfo(np.int32)
+    assert rows_of(replicas(2).distribute_dataset(np.array([info.min, info.max]), 2)) == [[info.min, info.max]]
+    assert rows_of(replicas(2).distribute_dataset(np.array([2**32 - 1, 0], np.uint64), 2)) == [[2**32 - 1, 0]]
+    with pytest.raises(ArgumentError, match="the array of element 0 holds 4294967296, which does not fit uint32"):
+        feed(np.array([2**32, 0], np.uint64))
+
+
+def test_masked_entries_are_refused():
+    rows = np.ma.masked_array(np.arange(4.0), mask=[False, True, False, False])
+    with pytest.raises(ArgumentTypeError, match=r"source\['x'\] has masked entries.*\.filled\(value\)"):
+        replicas(2).distribute_dataset({"x": rows}, 2)
+    with pytest.raises(ArgumentTypeError, match=r"\['x'\] of element 0 has masked entries"):
+        feed({"x": rows})
+    assert rows_of(replicas(2).distribute_dataset(np.ma.masked_array(np.arange(4.0)), 4)) == [[0, 1, 2, 3]]
+
+
+def test_what_is_distributed_already_is_refused():
+    strategy = replicas(2)
+    dataset = strategy.distribute_dataset(np.arange(8.0), 4)
+    with pytest.raises(ArgumentTypeError, match="the source is a distributed dataset already"):
+        strategy.distribute_dataset(dataset, 8)
+    (element, _) = dataset
+    for source in (element, {"x": element}, (element, np.ones(4))):
+        with pytest.raises(ArgumentTypeError, match=r"source.* is a PerReplica, which lies on the replicas already"):
+            strategy.distribute_dataset(source, 2)
+    for batches in ([element], lambda: dataset, ({"x": x} for x in dataset)):
+        with pytest.raises(ArgumentTypeError, match=r"of element 0 is a PerReplica"):
+            list(strategy.distribute_dataset(batches))
+
+
+def test_rows_of_different_length_are_called_ragged():
+    ragged = np.array([np.ones(1), np.ones(2)], object)
+    with pytest.raises(ArgumentTypeError, match=r"\['x'\] of element 0 is ragged: its rows differ in length. Pad them"):
+        feed({"x": ragged})
+    with pytest.raises(ArgumentTypeError, match=r"source\['x'\] is ragged"):
+        replicas(2).distribute_dataset({"x": ragged}, 2)
+
+
+@pytest.mark.parametrize("dtype", [np.longdouble, np.clongdouble])
+def test_long_doubles_are_refused(dtype):
+    with pytest.raises(ArgumentTypeError, match=r"has dtype .*, which JAX does not know. Use .astype\(np.float64\)"):
+        replicas(2).distribute_dataset({"x": np.ones(4, dtype)}, 2)
+
+
 # ---- nothing, and too much -----------------------------------------------------------------------
 
 

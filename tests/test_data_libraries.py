@@ -100,6 +100,28 @@ def test_hdf5_text_and_groups_are_refused(hdf5):
         feed({"group": hdf5}, 2)
 
 
+# ---- pandas --------------------------------------------------------------------------------------
+
+
+def test_pandas_frames_and_series_are_rows():
+    pandas = library("pandas")
+    frame = pandas.DataFrame({"a": X[:, 0], "b": X[:, 1]}, index=range(100, 110))
+    assert columns(feed(frame, 4)) == X.tolist()
+    source = {"x": frame, "y": pandas.Series(Y, index=list("abcdefghij"))}
+    assert columns(feed(source, 4)) == {"x": X.tolist(), "y": Y.tolist()}
+    assert columns(feed([frame[:4], frame[4:]])) == X.tolist()
+
+
+def test_a_pandas_column_that_is_not_numeric_is_named():
+    pandas = library("pandas")
+    frame = pandas.DataFrame({"a": [1, 2], "text": ["a", "b"]})
+    for unfit in (frame, frame.assign(text=pandas.Categorical(["a", "b"]))):
+        with pytest.raises(ArgumentTypeError, match="column 'text' of source is not numeric"):
+            feed(unfit, 2)
+    with pytest.raises(ArgumentTypeError, match=r"\['text'\] is not numeric"):
+        feed({"text": frame["text"]}, 2)
+
+
 # ---- PyTorch -------------------------------------------------------------------------------------
 
 
@@ -137,9 +159,53 @@ def test_torch_datasets_and_tensors_are_rows(torch):
         assert columns(feed(source, 4)) == [X.tolist(), Y.tolist()]
 
 
+def test_a_torch_dataset_with_a_length_ends_there_and_is_read_by_index(torch):
+    asked = []
+
+    class Endless(torch.utils.data.Dataset):
+        def __len__(self):
+            return 10
+
+        def __getitem__(self, i):
+            asked.append(i)
+            return {"x": X[i % 10], "y": Y[i % 10]}
+
+    dataset = feed(Endless(), 4)
+    assert len(dataset) == 3
+    assert columns(dataset) == columns(dataset) == {"x": X.tolist(), "y": Y.tolist()}
+    assert resumes_exactly(lambda: feed(Endless(), 2))
+    next(iter(dataset))
+    state = dataset.state_dict()
+    resumed = feed(Endless(), 4)
+    resumed.load_state_dict(state)
+    asked.clear()
+    next(iter(resumed))
+    assert asked[0] == 4
+
+
+def test_every_view_and_dtype_of_a_torch_tensor_is_fed(torch):
+    z = torch.tensor(X[:, 0] + 1j * X[:, 1])
+    for tensor in (z.conj(), z.conj().imag, z.real):
+        assert rows_of(replicas(2).distribute_dataset(tensor, 10)) == [tensor.resolve_conj().resolve_neg().tolist()]
+    (element,) = replicas(2).distribute_dataset(torch.tensor(X).to(torch.float8_e4m3fn), 10)
+    assert element.dtype == jnp.float8_e4m3fn
+    assert whole(element).astype(np.float32).tolist() == torch.tensor(X).to(torch.float8_e4m3fn).float().tolist()
+
+
+@pytest.mark.parametrize("make", ["to_sparse", "meta", "nested"])
+def test_tensors_without_plain_values_say_why(torch, make):
+    tensor = {
+        "to_sparse": lambda: torch.tensor(X).to_sparse(),
+        "meta": lambda: torch.ones(4, device="meta"),
+        "nested": lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged),
+    }[make]()
+    with pytest.raises(ArgumentTypeError, match=r"\['x'\] of element 0 is no array, or none .*Tensor \(.+\)"):
+        list(feed([{"x": tensor}]))
+
+
 def test_torch_bfloat16_and_parameters_are_fed(torch):
     weights = torch.nn.Parameter(torch.tensor(X, dtype=torch.bfloat16))
-    (element,) = replicas(2).distribute_dataset([weights, weights], 10)
+    (element,) = replicas(2).distribute_dataset((weights, weights), 10)
     assert element[0].dtype == jnp.bfloat16
     assert whole(element)[1].astype(np.float32).tolist() == X.tolist()
     (element,) = replicas(2).distribute_dataset(lambda: [weights])
@@ -254,7 +320,7 @@ def test_tf_text_and_ragged_columns_are_named(tf):
     with pytest.raises(ArgumentTypeError, match=r"\['text'\] of element 0 is not numeric"):
         list(feed(text))
     ragged = tf.data.Dataset.from_tensor_slices({"r": tf.ragged.constant([[1.0], [2.0, 3.0]])}).batch(2)
-    with pytest.raises(ArgumentTypeError, match=r"\['r'\] of element 0 is not numeric"):
+    with pytest.raises(ArgumentTypeError, match=r"\['r'\] of element 0 is ragged: its rows differ in length"):
         list(feed(ragged))
 
 
@@ -301,6 +367,36 @@ def test_a_hugging_face_stream_gives_rows(table):
     assert resumes_exactly(lambda: feed(stream, 2))
 
 
+def test_iterators_of_one_hugging_face_stream_do_not_disturb_each_other(table, monkeypatch):
+    stream = table.to_iterable_dataset().map(lambda row: row)
+    inside = []
+
+    def epoch(_):  # is asked for while an iterator begins; another one goes through all rows meanwhile
+        if not inside:
+            inside.append(True)
+            list(feed(stream, 4, prefetch=0))
+            inside.clear()
+        return 0
+
+    monkeypatch.setattr(type(stream), "epoch", property(epoch))
+    assert columns(feed(stream, 4, prefetch=0))["y"] == Y.tolist()
+
+
+def test_a_hugging_face_dict_of_splits_says_which_there_are(table):
+    datasets = library("datasets")
+    splits = {"train": table, "test": table}
+    streams = {name: split.to_iterable_dataset() for name, split in splits.items()}
+    for source in (datasets.DatasetDict(splits), datasets.IterableDatasetDict(streams)):
+        with pytest.raises(ArgumentTypeError, match=r"Choose a split: dataset\['train'\], or dataset\['test'\]"):
+            feed(source, 4)
+
+
+def test_a_hugging_face_ragged_column_is_named():
+    table = library("datasets").Dataset.from_dict({"r": [[1], [2, 3]]})
+    with pytest.raises(ArgumentTypeError, match="column 'r' is ragged: its rows differ in length"):
+        list(feed(table, 2))
+
+
 def test_a_hugging_face_dataset_needs_a_batch_size_and_rows(table):
     with pytest.raises(ArgumentError, match="batch_size"):
         feed(table)
@@ -337,6 +433,15 @@ def test_a_py_dataset_gives_batches_and_is_told_of_epochs():
     assert len(dataset) == 3
     assert columns(dataset) == columns(dataset) == [X.tolist(), Y.tolist()]
     assert told == ["begin", "end"] * 2
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_py_dataset_is_told_of_the_end_of_a_pass_that_was_left(prefetch):
+    told = []
+    for _ in feed(py_dataset(told=told), prefetch=prefetch):
+        break
+    assert feeding_threads() == []
+    assert told == ["begin", "end"]
 
 
 def test_a_py_dataset_without_end_has_no_length():

@@ -58,8 +58,9 @@ def test_a_seed_that_was_not_given_is_drawn_and_logged_so_that_the_run_can_be_re
     assert order(shuffled(seed=None)) != order(shuffled(seed=None))
 
 
-def test_a_seed_without_shuffle_changes_nothing():
-    assert order(replicas(2).distribute_dataset(ROWS, 8, seed=3)) == ROWS.tolist()
+def test_a_seed_without_shuffle_is_refused():
+    with pytest.raises(ArgumentError, match="seed=3 is for shuffle=True, and shuffle is False"):
+        replicas(2).distribute_dataset(ROWS, 8, seed=3)
 
 
 def test_shuffling_needs_rows_that_can_be_read_by_index():
@@ -139,6 +140,30 @@ def test_a_run_goes_on_with_another_number_of_replicas():
     assert rows_of(resumed) == rows_of(rest)
 
 
+@pytest.mark.parametrize(("before", "after"), [(8, 4), (2, 8), (4, 4), (4, 1)])
+def test_batches_of_single_replicas_go_on_with_another_number_of_replicas(before, after):
+    def make(n):
+        dataset = replicas(n).distribute_datasets_from_function(lambda _: [np.full(2, i) for i in range(30)], **pad)
+        return [dataset, iter(dataset)]
+
+    pad = {"remainder": "pad", "mask": True}
+    stopped, iterator = make(before)
+    next(iterator)
+    resumed, _ = make(after)
+    resumed.load_state_dict(stopped.state_dict())
+    elements = [whole(element) for element in resumed]
+    assert [rows[mask > 0].tolist() for rows, mask in elements] == [
+        np.repeat(range(i, min(i + after, 30)), 2).tolist() for i in range(before, 30, after)
+    ]
+    assert {rows.size for rows, _ in elements} == {2 * after}
+
+
+def test_a_state_is_plain_python():
+    state = shuffled(seed=np.int64(3), batch_size=np.int32(8)).state_dict()
+    assert json.loads(json.dumps(state)) == state
+    assert order(shuffled(seed=np.int64(3))) == order(shuffled(seed=3))
+
+
 def test_a_state_carries_the_seed_that_was_drawn():
     stopped, resumed = shuffled(2, 4, seed=None), shuffled(2, 4, seed=None)
     rest = iter(stopped)
@@ -165,9 +190,17 @@ def test_an_iterator_that_was_read_cannot_go_back_but_a_new_one_is_read_up_to_th
         (lambda: {"epoch": 1}, "load_state_dict takes what state_dict gave"),
         (lambda: None, "load_state_dict takes what state_dict gave, got None"),
         (lambda: replicas(2).distribute_dataset(ROWS, 4).state_dict(), "another setting of shuffle"),
+        (
+            lambda: shuffled(rows=ROWS[:12], batch_size=4).state_dict(),
+            "whose source has 12 rows or .*; this one's has 16",
+        ),
+        (lambda: {**shuffled(2, 4).state_dict(), "element": "2"}, "load_state_dict takes what state_dict gave"),
+        (lambda: {**shuffled(2, 4).state_dict(), "epoch": -1}, "load_state_dict takes what state_dict gave"),
+        (lambda: {**shuffled(2, 4).state_dict(), "seed": 1.5}, "load_state_dict takes what state_dict gave"),
+        (lambda: {**shuffled(2, 4).state_dict(), "rows": [4]}, "load_state_dict takes what state_dict gave"),
         (lambda: shuffled(2, 8).state_dict(), "with batch_size=8; this one has 4, and would go on at another row"),
     ],
-    ids=["incomplete", "none", "not shuffled", "other batches"],
+    ids=["incomplete", "none", "not shuffled", "other data", "text", "negative", "float", "list", "other batches"],
 )
 def test_a_foreign_state_is_refused_and_changes_nothing(other, message):
     dataset = shuffled(2, 4)

@@ -20,6 +20,7 @@ import pytest
 from feeding import WAIT, feeding_threads, numbers, replicas
 
 import phalanx as px
+from phalanx.errors import StrategyError
 
 MARK = (4, 24593)
 """A shape that no other array has: what has it is an element of the test."""
@@ -86,6 +87,24 @@ def test_without_prefetch_the_source_is_read_by_the_thread_that_iterates():
     assert set(threads) == {threading.current_thread()}
 
 
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_the_source_runs_with_the_x64_setting_of_the_loop(prefetch):
+    def source():
+        yield jnp.arange(4.0)
+
+    for on, dtype in ((True, "float64"), (False, "float32")):
+        with jax.enable_x64(on):
+            (element,) = replicas(2).distribute_dataset(source, prefetch=prefetch)
+        assert element.dtype == dtype
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_feeding_is_no_implicit_transfer(prefetch):
+    with jax.transfer_guard("disallow"):
+        elements = list(replicas(2).distribute_dataset((np.ones(4), np.ones(4)), 2, mask=True, prefetch=prefetch))
+    assert len(elements) == 2
+
+
 def test_several_passes_at_once_do_not_disturb_each_other():
     dataset = replicas(2).distribute_dataset(numbers(4))
     pairs = [(float(a.values[0][0]), float(b.values[1][0])) for a, b in zip(dataset, dataset)]
@@ -93,16 +112,19 @@ def test_several_passes_at_once_do_not_disturb_each_other():
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_elements_can_be_made_in_a_traced_function(prefetch):
-    """A loop in a traced function is unrolled; its elements are constants of the program."""
+def test_a_traced_program_takes_elements_as_arguments_only(prefetch):
+    """One that it took by itself would be that of the first call for ever; the iterator stays where it was."""
     strategy = replicas(2)
     dataset = strategy.distribute_dataset(np.arange(8.0), 4, prefetch=prefetch)
-
-    @px.function
-    def total():
-        return sum(strategy.reduce("sum", strategy.run(lambda x: x.sum(), (x,))) for x in dataset)
-
-    assert [float(total()), float(total())] == [28, 28]
+    iterator = iter(dataset)
+    for trace in (lambda fn: px.function(fn)(), strategy.run, lambda fn: jax.jit(fn)()):
+        for take in (lambda: next(iter(dataset)), lambda: next(iterator), lambda: list(px.progress(dataset))):
+            with pytest.raises(StrategyError, match="pass each element to the function as an argument"):
+                trace(lambda: jnp.ones(take().shape))
+    step = px.function(lambda x: strategy.reduce("sum", strategy.run(jnp.sum, (x,))))
+    assert [float(step(x)) for x in iterator] == [6, 22]
+    px.run_functions_eagerly(True)
+    assert px.function(lambda: len(list(dataset)))() == 2
 
 
 # ---- memory --------------------------------------------------------------------------------------
@@ -318,6 +340,35 @@ def test_ctrl_c_is_answered_while_the_source_blocks(blocking):
     assert time.monotonic() - pressed[0] < 1
 
 
+def test_ctrl_c_while_a_loop_is_left_is_not_lost(blocking):
+    with pytest.raises(KeyboardInterrupt):
+        for _ in replicas(2).distribute_dataset(blocking):
+            assert blocking.reached.wait(WAIT)
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+            break
+        threading.Event().wait(WAIT)
+
+
+def test_the_next_loop_does_not_read_a_source_that_is_still_being_left():
+    released, reading, together = threading.Event(), [], []
+
+    class Batches:
+        def __iter__(self):
+            for i in range(3):
+                reading.append(i)
+                together.append(len(reading))
+                assert i == 0 or released.wait(WAIT)
+                reading.pop()
+                yield np.ones(4)
+
+    dataset = replicas(2).distribute_dataset(Batches())
+    for _ in dataset:
+        break
+    threading.Timer(0.05, released.set).start()
+    assert len(list(dataset)) == 3
+    assert max(together) == 1
+
+
 # ---- the end of the program ----------------------------------------------------------------------
 
 
@@ -357,14 +408,36 @@ def run_script(script: str) -> tuple[int, str, float]:
         "iterator = iter(strategy.distribute_dataset(endless)); next(iterator)",
         "for x in strategy.distribute_dataset(endless): break",
         "iterator = iter(strategy.distribute_dataset(blocking)); next(iterator); reached.wait()",
+        "for x in strategy.distribute_dataset(blocking): reached.wait(); break",
         "iterators = [iter(strategy.distribute_dataset(endless)) for _ in range(3)]; [next(i) for i in iterators]",
+        "iterators = [iter(strategy.distribute_dataset(blocking)) for _ in range(30)]; [next(i) for i in iterators]",
     ],
-    ids=["in use", "left", "source blocks", "several"],
+    ids=["in use", "left", "source blocks", "left while it blocks", "several", "many block"],
 )
 def test_the_program_ends_at_once_and_without_a_word(script):
     code, said, seconds = run_script(script)
     assert (code, said) == (0, "")
     assert seconds < 10  # the source that blocks would do so for a minute
+
+
+def test_a_forked_process_is_told_that_nobody_feeds_it():
+    code, said, _ = run_script("""
+        import warnings
+        warnings.simplefilter("ignore")  # Python and JAX warn of forking
+        iterator = iter(strategy.distribute_dataset(endless))
+        next(iterator)
+        if child := os.fork():
+            os.waitpid(child, 0)
+        else:
+            try:
+                for _ in iterator:
+                    pass
+            except px.errors.StrategyError as error:
+                os.write(2, str(error).encode())
+            os._exit(0)
+        """)
+    assert code == 0
+    assert said.startswith("The thread that feeds this iterator is gone: the process was forked")
 
 
 def test_ctrl_c_ends_a_program_whose_source_blocks():

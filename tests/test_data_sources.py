@@ -48,7 +48,7 @@ def test_64_bit_arrays_become_32_bit_unless_x64_is_on():
     "source",
     [
         (np.arange(4), np.ones((4, 2))),
-        [np.arange(4), np.ones((4, 2))],
+        {"x": [np.arange(4), np.ones((4, 2))]},
         {"x": np.arange(4), "more": {"y": np.ones((4, 2))}},
         Batch(np.arange(4), jnp.ones((4, 2))),
         {"x": np.arange(4), "none": None},
@@ -111,12 +111,23 @@ def test_batch_size_stacks_the_items_of_an_iterable(strategy):
         assert elements[1][1].tolist() == [[4, 4], [5, 5], [6, 6], [7, 7]]
 
 
-def test_a_list_of_batches_is_an_iterable_and_with_batch_size_a_pytree():
+def test_a_list_of_arrays_is_batches_and_with_batch_size_it_must_say_whether_rows_or_columns():
     batches = [np.arange(4.0), np.arange(4.0) + 10]
     strategy = replicas(2)
     assert rows_of(strategy.distribute_dataset(batches)) == [[0, 1, 2, 3], [10, 11, 12, 13]]
-    (element,) = strategy.distribute_dataset(batches, 4)
-    assert [part.tolist() for part in whole(element)] == [[0, 1, 2, 3], [10, 11, 12, 13]]
+    for ambiguous in (batches, [{"x": np.ones(3)}] * 4, [(np.ones(2), np.ones(2))] * 4):
+        with pytest.raises(ArgumentError, match=r"a list of arrays .* may be columns or rows"):
+            strategy.distribute_dataset(ambiguous, 4)
+    (columns,) = strategy.distribute_dataset(tuple(batches), 4)
+    assert [part.tolist() for part in whole(columns)] == [[0, 1, 2, 3], [10, 11, 12, 13]]
+    for rows in (np.stack(batches), lambda: iter(batches)):
+        assert rows_of(strategy.distribute_dataset(rows, 2)) == [[[0, 1, 2, 3], [10, 11, 12, 13]]]
+
+
+@pytest.mark.parametrize("source", [([1.0, 2.0], [3.0, 4.0]), {"x": [1.0, 2.0]}, (np.ones(2), [1.0, 2.0])], ids=str)
+def test_columns_that_are_lists_are_refused(source):
+    with pytest.raises(ArgumentTypeError, match=r"\]\[0\] is a float.* Make lists arrays with np\.asarray"):
+        replicas(2).distribute_dataset(source, 2)
 
 
 def test_a_list_of_numbers_is_an_iterable_of_rows():
@@ -138,6 +149,23 @@ def test_a_function_is_called_once_for_each_pass_and_may_return_any_source():
 
     dataset = replicas(2).distribute_dataset(source, 4)
     assert [rows_of(dataset), rows_of(dataset)] == [[[10, 11, 12, 13]], [[20, 21, 22, 23]]]
+
+
+def test_a_class_is_called_for_each_pass_like_a_function():
+    class Batches:
+        def __iter__(self):
+            return iter([np.arange(4.0)])
+
+    assert rows_of(replicas(2).distribute_dataset(Batches)) == [[0, 1, 2, 3]]
+
+
+def test_a_function_that_gives_a_function_is_refused():
+    def itself():
+        return itself
+
+    for source in (itself, lambda: len):
+        with pytest.raises(ArgumentTypeError, match=r"the function <function .* gave a function, .* and no data"):
+            list(replicas(2).distribute_dataset(source))
 
 
 def test_length_is_known_where_the_source_tells():

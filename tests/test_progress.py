@@ -116,6 +116,53 @@ def test_metrics_of_every_kind_are_shown_and_stay_until_they_change(capsys):
     assert "number 0.1235  text warm-up  array [1 2]  parts PerReplica(x2" in line
 
 
+class Unknown:
+    """Three items whose number cannot be told."""
+
+    def __init__(self, length):
+        self._length = length
+
+    def __iter__(self):
+        return iter(range(3))
+
+    def __len__(self):
+        if isinstance(self._length, int):
+            return self._length
+        raise self._length
+
+
+@pytest.mark.parametrize(
+    "length", [RuntimeError("no"), NotImplementedError(), OverflowError(), -1, sys.maxsize // 8], ids=repr
+)
+def test_a_length_that_cannot_be_told_or_never_ends_is_none(length, clock, capsys):
+    for _ in px.progress(Unknown(length), "train"):
+        clock.now += 1
+    assert lines(capsys)[-1] == "train: 3  1.0 steps/s"
+    iterator = iter(px.progress(range(10**20), "train"))
+    assert [next(iterator), next(iterator)] == [0, 1]
+
+
+def test_a_time_left_of_many_months_is_not_shown(clock, capsys):
+    for i in px.progress(range(2 * 10**7), "train"):
+        clock.now += 1
+        if i == 5:
+            break
+    assert lines(capsys)[0] == "train: 5/20000000  1.0 steps/s"
+
+
+def test_a_metric_that_cannot_be_shown_does_not_end_the_loop(clock, capsys):
+    class Broken:
+        def __float__(self):
+            raise RuntimeError("Array has been deleted")
+
+    donated = jnp.ones(3)
+    donated.delete()
+    for _ in (bar := px.progress(range(2), "train")):
+        bar.update(loss=1, broken=Broken(), donated=donated, large=10**400, larger=10**10000)
+        clock.now += 6
+    assert lines(capsys)[-1] == f"train: 2/2  0.2 steps/s  loss 1  large {10**400}"
+
+
 # ---- metrics are fetched late --------------------------------------------------------------------
 
 
@@ -207,6 +254,13 @@ def test_on_a_terminal_there_is_a_bar_with_steps_speed_time_left_and_metrics(clo
     assert bars[0] == "epoch 1 ━ 0/40"
     assert "epoch 1 ━ 20/40 2.0 steps/s 0:00:10 left loss 2.375" in bars
     assert bars[-1] == "epoch 1 ━ 40/40 2.0 steps/s loss 4.875"
+
+
+def test_on_a_terminal_brackets_are_text(monkeypatch):
+    terminal = on_terminal(monkeypatch)
+    for _ in (bar := px.progress(range(1), "[a/b] [red]")):
+        bar.update(x="[/bold]")
+    assert terminal.shown[-1].startswith("[a/b] [red]") and terminal.shown[-1].endswith("x [/bold]")
 
 
 def test_the_bar_is_drawn_ten_times_a_second_at_most(clock, monkeypatch):

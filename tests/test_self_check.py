@@ -198,8 +198,10 @@ def test_wrong_arguments_are_named(strategy, arguments, error, words):
 
 
 def test_it_belongs_outside(strategy):
+    batches = dataset(strategy)
+
     def check():
-        px.self_check(print, dataset(strategy))
+        px.self_check(print, batches)
 
     with pytest.raises(StrategyError, match="outside traced functions, replicas and tapes"):
         px.function(check)()

@@ -26,8 +26,6 @@ Feed = Iterator[tuple[Any, Any]]
 _TIMEOUT_SECONDS = 300.0
 """How long a process waits for another one's batch."""
 
-_END: Any = object()
-
 _datasets = itertools.count()
 """Every process makes its datasets in the same order, which is how they find each other's."""
 
@@ -36,10 +34,12 @@ class Turn(NamedTuple):
     """This process's element, and what all have."""
 
     number: int
-    rows: Rows
+    items: list[Rows]
     after: Any
     counts: list[int]
     """Rows of each process's element."""
+    each: int
+    """Rows that one replica has at most, of all processes."""
 
 
 class Group:
@@ -120,26 +120,25 @@ class Group:
         self, table: _jax.Roundtable, elements: Feed, batcher: Batcher, start: int, stopped: Callable[[], bool]
     ) -> Iterator[Turn]:
         """Each element until no process has any, with what the others have."""
+        taken = batcher.take(elements, start)
         padding: Any = None
-        for number in itertools.count(start):
-            element, after = next(elements, (_END, None))
-            rows = None if element is _END else batcher.rows_of(element, number)
-            word = _introduction(rows, batcher) if number == start else {"rows": 0 if rows is None else rows.count}
+        for number in itertools.count(start // batcher.items):
+            own, after = next(taken, ([], None))
+            word = {"rows": sum(item.count for item in own), "each": batcher.each(own) if own else 0}
+            if padding is None:
+                word |= _introduction(own, batcher)
             said = self._hear(table, word, number, stopped)
-            if number == start:
+            if padding is None:
                 padding = _settle(said)
             counts = [theirs["rows"] for theirs in said]
             if not any(counts):
                 return
-            if rows is None:
-                rows = Rows(Arrays.of(padding, "padding"), 0)
-            yield Turn(number, rows, after, counts)
+            own = own or [Rows(Arrays.of(padding, "padding"), 0)]
+            yield Turn(number, own, after, counts, max(theirs["each"] for theirs in said))
 
     def _own(self, turns: Iterator[Turn], batcher: Batcher) -> Feed:
         for turn in turns:
-            per_replica = max(-(-count // n) for count, n in zip(turn.counts, self.replicas))
-            batcher.size = max(batcher.size, per_replica * batcher.num_replicas)
-            full = batcher.size // batcher.num_replicas
+            full = batcher.full(turn.each)
             short = any(count < full * n for count, n in zip(turn.counts, self.replicas))
             if short and batcher.drops:
                 batcher.dropped(sum(turn.counts), turn.number)
@@ -150,7 +149,7 @@ class Group:
                     f" {self.replicas} replicas. Each replica needs the same number, in every element: choose"
                     " remainder='pad' (with mask=True for exact means) or remainder='drop'."
                 )
-            yield batcher.filled(turn.rows, batcher.size), turn.after
+            yield batcher.filled(turn.items, full), turn.after
 
     def _hear(
         self, table: _jax.Roundtable, word: dict[str, Any], number: int, stopped: Callable[[], bool]
@@ -181,15 +180,15 @@ def _same(turns: Iterator[Turn], batcher: Batcher) -> Feed:
                 f"distribute_dataset: in element {turn.number} the processes have {turn.counts} rows. With"
                 " auto_shard='data' all must have the same source; with auto_shard='off' each has its own part."
             )
-        yield batcher.batch(turn.rows, turn.number), turn.after
+        yield batcher.batch(turn.items, turn.number), turn.after
 
 
-def _introduction(rows: Rows | None, batcher: Batcher) -> dict[str, Any]:
-    """What a process says of its first element: how many rows, of what kind, and one of them."""
-    if rows is None:
-        return {"rows": 0}
-    row = pickle.dumps(rows.arrays.tree(lambda leaf: leaf[:1]))
-    return {"rows": rows.count, "kind": repr(batcher.layout.types), "row": base64.b64encode(row).decode()}
+def _introduction(items: list[Rows], batcher: Batcher) -> dict[str, Any]:
+    """What a process says of its first element: of what kind its rows are, and one of them."""
+    if not items:
+        return {}
+    row = pickle.dumps(items[0].none().arrays.tree())
+    return {"kind": repr(batcher.layout.types), "row": base64.b64encode(row).decode()}
 
 
 def _settle(said: list[dict[str, Any]]) -> Any:

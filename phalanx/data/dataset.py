@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import jax
 import numpy as np
 
+from phalanx import _jax, state
 from phalanx._checks import check_choice, check_flag
 from phalanx.data.agreement import Group
 from phalanx.data.elements import Batcher, Remainder, dropped, uneven
 from phalanx.data.pipeline import ahead
-from phalanx.data.sources import CombinedSource, RowSource, Source, as_source
-from phalanx.errors import ArgumentError, StrategyError, UnevenBatchError
+from phalanx.data.sources import RowSource, Source, as_source
+from phalanx.errors import ArgumentError, ArgumentTypeError, StrategyError, UnevenBatchError
 from phalanx.function import is_strict
 
 if TYPE_CHECKING:
@@ -51,15 +52,22 @@ class DistributedDataset:
         check_choice(remainder, "distribute_dataset: remainder", get_args(Remainder))
         check_choice(auto_shard, "distribute_dataset: auto_shard", get_args(AutoShard))
         if batch_size is not None:
-            _check_int("batch_size", batch_size, 1, "a positive int")
-        _check_int("prefetch", prefetch, 0, "an int from 0 on")
+            _check_int("distribute_dataset: batch_size", batch_size, 1, "a positive int")
+        _check_int("distribute_dataset: prefetch", prefetch, 0, "an int from 0 on")
         if seed is not None:
-            _check_int("seed", seed, 0, "an int from 0 on, or None")
+            _check_int("distribute_dataset: seed", seed, 0, "an int from 0 on, or None")
         for name, value in (("mask", mask), ("shuffle", shuffle)):
             check_flag(value, f"distribute_dataset: {name}")
+        if seed is not None and not shuffle:
+            raise ArgumentError(f"distribute_dataset: seed={seed} is for shuffle=True, and shuffle is False.")
+        if isinstance(source, DistributedDataset):
+            raise ArgumentTypeError(
+                "distribute_dataset: the source is a distributed dataset already; its elements go to strategy.run as they"
+                " are."
+            )
         if not strategy.local_devices:
             raise StrategyError(f"distribute_dataset: no replica of {strategy!r} belongs to this process.")
-        self._strategy = strategy
+        self.strategy = strategy
         self._remainder: Remainder = remainder
         self._mask = mask
         self._prefetch = int(prefetch)
@@ -69,11 +77,11 @@ class DistributedDataset:
         """Whether this process's source has the rows of its own replicas only."""
         self._replicas = len(strategy.local_devices) if self._own else strategy.num_replicas
         """That this process's source has rows for."""
+        self._items = self._replicas if per_replica else 1
+        """Of the source in a batch."""
         self._rows = self._rows_per_element()
         seed = _seed(seed, self._group.leads) if shuffle else None
         self._source: Source = as_source(source, self._rows, (seed or 0) if shuffle else None)
-        if per_replica:
-            self._source = CombinedSource(self._source, len(strategy.local_devices), stack=False)
         self._source.seed, self._length = self._agree(shuffle, seed)
         self._epoch = 0
         self._resume: dict[str, Any] | None = None
@@ -83,7 +91,7 @@ class DistributedDataset:
         self._announce()
 
     def _rows_per_element(self) -> int | None:
-        size, n = self._batch_size, self._strategy.num_replicas
+        size, n = self._batch_size, self.strategy.num_replicas
         if size is None or not self._own:
             return size
         if size % n:
@@ -103,7 +111,7 @@ class DistributedDataset:
     def _known_length(self) -> int | None:
         source = self._source
         if self._remainder != "drop":
-            return source.length
+            return None if source.length is None else -(-source.length // self._items)
         return None if source.rows is None or self._rows is None else source.rows // self._rows
 
     def _check_rows(self) -> None:
@@ -125,7 +133,7 @@ class DistributedDataset:
             raise uneven(what, rest, size, n)
 
     def _announce(self) -> None:
-        size, n = self._batch_size, self._strategy.num_replicas
+        size, n = self._batch_size, self.strategy.num_replicas
         rows = "" if self._source.rows is None else f"{self._source.rows} rows, "
         batches = "elements of the source" if size is None else f"batches of {size} ({-(-size // n)} per replica)"
         seed = "" if self._source.seed is None else f", shuffled with seed {self._source.seed}"
@@ -154,7 +162,7 @@ class DistributedDataset:
         batches = batcher.batches(self._source.elements(self._epoch, 0, None), 0)
         first = next((batch for batch, _ in batches if batch is not None), None)
         if first is None:
-            raise ArgumentError("element_spec: the source is empty.")
+            raise ArgumentError("element_spec: the source gives no batch.")
         dtype = jax.dtypes.canonicalize_dtype
         return jax.tree.map(
             lambda a: jax.ShapeDtypeStruct((a.shape[0] // self._replicas, *a.shape[1:]), dtype(a.dtype)), first
@@ -163,6 +171,7 @@ class DistributedDataset:
     # ---- iterating ----
 
     def __iter__(self) -> Iterator[Any]:
+        _refuse_traces()
         if self._started and not self._source.reiterable:
             raise ArgumentError(
                 "This dataset was made from an iterator that can be read only once, and it has been read. To go over"
@@ -172,14 +181,11 @@ class DistributedDataset:
         self._resume = None
         self._started = True
         self._epoch = start["epoch"] + 1
-        return self._iterate(start, self._group.begin())
+        return _Outside(self._iterate(start, self._group.begin()))
 
     def _iterate(self, start: dict[str, Any], table: Any) -> Iterator[Any]:
-        x64 = bool(jax.config.jax_enable_x64)
-
         def to_devices(host: Positioned) -> tuple[list[Any], list[Any]]:
-            with jax.enable_x64(x64):  # a setting of the thread that iterates
-                element = jax.tree.map(self._to_devices, host[0])
+            element = jax.tree.map(self._to_devices, host[0])
             return [element, host[1]], jax.tree.leaves(element)
 
         def batches(stopped: Callable[[], bool]) -> Iterator[Positioned]:
@@ -191,7 +197,7 @@ class DistributedDataset:
         self._position = self._start_of(start["epoch"] + 1)
 
     def _start_of(self, epoch: int) -> dict[str, Any]:
-        """The position: pass, elements handed out, the source's own state, and rows of a full batch."""
+        """The position: pass, items of the source handed out, its own state, and rows of a full item."""
         return {"epoch": epoch, "element": 0, "source": None, "rows": self._rows}
 
     def _batches(self, start: dict[str, Any], table: Any, stopped: Callable[[], bool]) -> Iterator[Positioned]:
@@ -203,19 +209,26 @@ class DistributedDataset:
             batches = self._group.in_step(table, elements, batcher, first, stopped, same_source=not self._own)
         else:
             batches = batcher.batches(elements, first)
-        number = first
-        for number, (batch, after) in enumerate(batches, first + 1):
+        number = given = 0
+        for number, (batch, after) in enumerate(batches, 1):
             if batch is not None:
-                yield batch, {**start, "element": number, "source": after, "rows": batcher.size}
-        if number == 0 and not batcher.layout.types:
+                given += 1
+                element = first + number * self._items
+                yield batch, {**start, "element": element, "source": after, "rows": batcher.size}
+        if first == number == 0 and not batcher.layout.types:
             raise ArgumentError("distribute_dataset: the source is empty (it gave no element).")
+        if first == given == 0:
+            logger.warning(
+                "dataset: remainder='drop' left no batch in this pass: the source has too few rows. Use a smaller"
+                " batch_size, or remainder='pad' (with mask=True for exact means)."
+            )
 
     def _batcher(self, rows: int | None) -> Batcher:
-        return Batcher(self._replicas, self._remainder, self._mask, rows)
+        return Batcher(self._replicas, self._items, self._remainder, self._mask, rows)
 
     def _to_devices(self, rows: np.ndarray[Any, Any]) -> Any:
         try:
-            return self._strategy.split_rows(rows, local=self._own)
+            return self.strategy.split_rows(rows, local=self._own)
         except (RuntimeError, MemoryError) as error:
             if "RESOURCE_EXHAUSTED" not in str(error) and not isinstance(error, MemoryError):
                 raise
@@ -240,7 +253,9 @@ class DistributedDataset:
             >>> next(iter(dataset)).values[0].tolist()
             [2.0, 3.0]
         """
-        return {**self._position, "seed": self._source.seed, "batch_size": self._batch_size}
+        source = self._source
+        size = source.length if source.rows is None else source.rows
+        return {**self._position, "seed": source.seed, "batch_size": self._batch_size, "size": size}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next iteration start where `state` was taken.
@@ -252,7 +267,7 @@ class DistributedDataset:
             ArgumentError: for a state of another kind of dataset.
         """
         own = self.state_dict()
-        if not isinstance(state, dict) or state.keys() != own.keys():
+        if not isinstance(state, dict) or state.keys() != own.keys() or not _is_position(state):
             raise ArgumentError(f"load_state_dict takes what state_dict gave, got {state!r:.80}.")
         if (state["seed"] is None) != (own["seed"] is None):
             raise ArgumentError("load_state_dict: the state is of a dataset with another setting of shuffle.")
@@ -260,6 +275,11 @@ class DistributedDataset:
             raise ArgumentError(
                 f"load_state_dict: the state is of a dataset with batch_size={state['batch_size']}; this one has"
                 f" {own['batch_size']}, and would go on at another row."
+            )
+        if None not in (state["size"], own["size"]) and state["size"] != own["size"]:
+            raise ArgumentError(
+                f"load_state_dict: the state is of a dataset whose source has {state['size']} rows or batches; this one's"
+                f" has {own['size']}."
             )
         self._source.seed = state["seed"]
         self._resume = {key: state[key] for key in self._position}
@@ -269,7 +289,7 @@ class DistributedDataset:
         rows = "" if self._source.rows is None else f"of {self._source.rows} rows, "
         length = "" if self._length is None else f"{self._length} batches "
         size = "" if self._batch_size is None else f"of {self._batch_size} " if length else ""
-        return f"<dataset {rows}{length}{size}on {self._strategy!r}>"
+        return f"<dataset {rows}{length}{size}on {self.strategy!r}>"
 
 
 class InputContext:
@@ -288,7 +308,9 @@ class InputContext:
 
         Raises:
             UnevenBatchError: when the global batch does not divide by the replicas.
+            ArgumentError: when it is no positive int.
         """
+        _check_int("per_replica_batch_size: global_batch_size", global_batch_size, 1, "a positive int")
         if global_batch_size % self.num_replicas:
             raise UnevenBatchError(
                 f"A global batch of {global_batch_size} rows does not divide by {self.num_replicas} replicas."
@@ -304,9 +326,44 @@ class InputContext:
 
 def _seed(given: int | None, leads: bool) -> int | None:
     """The seed that was given, or one that the first process draws for all."""
-    return secrets.randbits(32) if given is None and leads else given
+    if given is not None:
+        return int(given)
+    return secrets.randbits(32) if leads else None
 
 
 def _check_int(name: str, value: Any, least: int, what: str) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
-        raise ArgumentError(f"distribute_dataset: {name} must be {what}, got {value!r}.")
+        raise ArgumentError(f"{name} must be {what}, got {value!r}.")
+
+
+def _is_position(state: dict[str, Any]) -> bool:
+    """Whether the values of a state are of the types that they were written with."""
+
+    def counts(value: Any) -> bool:
+        return type(value) is int and value >= 0
+
+    unknown = ("rows", "seed", "batch_size", "size")
+    return (
+        counts(state["epoch"])
+        and counts(state["element"])
+        and all(state[key] is None or counts(state[key]) for key in unknown)
+    )
+
+
+class _Outside(Iterator[Any]):
+    """An iterator that is not to be asked while a program is traced: its items would become constants of it."""
+
+    def __init__(self, items: Iterator[Any]) -> None:
+        self._items = items
+
+    def __next__(self) -> Any:
+        _refuse_traces()
+        return next(self._items)
+
+
+def _refuse_traces() -> None:
+    if not state.top().is_eager or any(map(_jax.is_staging, _jax.trace_chain())):
+        raise StrategyError(
+            "A distributed dataset is iterated inside a program that is being traced, where this trace's data would be"
+            " baked in for all later calls. Iterate it outside, and pass each element to the function as an argument."
+        )

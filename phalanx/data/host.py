@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from phalanx._checks import is_numeric
+from phalanx.distribute.values import PerReplica, is_per_replica
 from phalanx.errors import ArgumentError, ArgumentTypeError
 from phalanx.variables import Variable
 
@@ -31,10 +32,10 @@ def packages(value: Any) -> set[str]:
 
 def is_array(value: Any) -> bool:
     """Whether rows of `value` can be read by index."""
-    if isinstance(value, (np.ndarray, jax.Array, Variable)):
+    if isinstance(value, (np.ndarray, jax.Array, Variable, PerReplica)):
         return True
-    libraries = {"h5py", "torch", "tensorflow"}
-    return hasattr(value, "shape") and hasattr(value, "dtype") and not libraries.isdisjoint(packages(value))
+    libraries = {"h5py", "pandas", "torch", "tensorflow"}
+    return hasattr(value, "shape") and not libraries.isdisjoint(packages(value))
 
 
 def as_rows(array: Any, what: str) -> Any:
@@ -44,30 +45,83 @@ def as_rows(array: Any, what: str) -> Any:
 
 def host_array(value: Any, what: str) -> Array:
     """`value` as a NumPy array of numbers, without copying it where that can be."""
+    if is_per_replica(value):
+        raise ArgumentTypeError(
+            f"distribute_dataset: {what} is a PerReplica, which lies on the replicas already. Give it to strategy.run as"
+            " it is."
+        )
     if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         raise ArgumentTypeError(f"distribute_dataset: {what} holds random keys. Feed jax.random.key_data(keys).")
+    if np.ma.is_masked(value):
+        raise ArgumentTypeError(
+            f"distribute_dataset: {what} has masked entries, which no device array can have. Fill them with"
+            " .filled(value), and feed the mask beside them."
+        )
+    found = packages(value)
+    if "pandas" in found and hasattr(value, "columns"):
+        for name, dtype in value.dtypes.items():
+            check_numeric(dtype, f"column {name!r} of {what}")
     try:
-        array = _of_tensor(value) if "torch" in packages(value) else np.asarray(value)
+        array = _of_tensor(value) if "torch" in found else np.asarray(value)
     except Exception as error:
-        raise ArgumentTypeError(f"distribute_dataset: {what} is no array: {type(value).__name__}.") from error
+        if "inhomogeneous" in str(error):
+            raise _ragged(what) from error
+        raise ArgumentTypeError(
+            f"distribute_dataset: {what} is no array, or none that NumPy can take: {type(value).__name__} ({error})"
+        ) from error
+    if array.dtype == object and _holds_rows(array):
+        raise _ragged(what)
     check_numeric(array.dtype, what)
     return array
 
 
 def _of_tensor(tensor: Any) -> Array:
-    tensor = tensor.detach().cpu()
-    torch = sys.modules["torch"]
-    if tensor.dtype == torch.bfloat16:  # which NumPy knows through JAX only
-        return np.asarray(tensor.view(torch.int16)).view(jnp.bfloat16)
+    tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
+    name = str(tensor.dtype).removeprefix("torch.")
+    if name == "bfloat16" or name.startswith("float8"):  # which NumPy knows through JAX only
+        torch = sys.modules["torch"]
+        words = {1: torch.uint8, 2: torch.int16}[tensor.element_size()]
+        return np.asarray(tensor.view(words)).view(jnp.dtype(name))
     return np.asarray(tensor)
 
 
+def _holds_rows(array: Array) -> bool:
+    """Whether an array of objects is one of rows that do not fit together (TensorFlow's are one object)."""
+    first = next(iter(array.flat), None)
+    return isinstance(first, (list, tuple, np.ndarray)) or hasattr(first, "row_splits")
+
+
+def _ragged(what: str) -> ArgumentTypeError:
+    return ArgumentTypeError(
+        f"distribute_dataset: {what} is ragged: its rows differ in length. Pad them to one length on the host, and feed"
+        " the lengths too."
+    )
+
+
 def check_numeric(dtype: Any, what: str) -> None:
-    """Raise for strings and objects, which no device can hold."""
+    """Raise for what no device can hold: strings, objects, NumPy's long doubles."""
+    if dtype in (np.longdouble, np.clongdouble):
+        raise ArgumentTypeError(
+            f"distribute_dataset: {what} has dtype {dtype}, which JAX does not know. Use .astype(np.float64)."
+        )
     if not is_numeric(dtype):
         raise ArgumentTypeError(
             f"distribute_dataset: {what} is not numeric (dtype {dtype}). Turn it into numbers on the host, with a map"
             " before distribute_dataset; or feed the number of the row instead and look the value up with it."
+        )
+
+
+def check_fits(array: Array, what: str) -> None:
+    """Raise for integers that do not fit the dtype that they get on the devices, where 64 bits are off."""
+    found, given = array.dtype, jax.dtypes.canonicalize_dtype(array.dtype)
+    if found == given or found.kind not in "iu" or not array.size:
+        return
+    least, most = jnp.iinfo(given).min, jnp.iinfo(given).max
+    outside = next((int(value) for value in (array.max(), array.min()) if not least <= value <= most), None)
+    if outside is not None:
+        raise ArgumentError(
+            f"distribute_dataset: {what} holds {outside}, which does not fit {given}: {found} becomes {given} on the"
+            " devices unless jax.config.update('jax_enable_x64', True) is set. Set it, or feed smaller numbers."
         )
 
 
@@ -77,7 +131,9 @@ def check_numeric(dtype: Any, what: str) -> None:
 def flatten(tree: Any, name: str = "") -> tuple[list[str], list[Any], Any]:
     """Paths of the leaves as messages call them, the leaves, and the structure."""
     try:
-        found, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, Iterator))
+        found, structure = jax.tree_util.tree_flatten_with_path(
+            tree, is_leaf=lambda x: isinstance(x, Iterator) or is_per_replica(x)
+        )
     except (TypeError, ValueError) as error:
         raise ArgumentTypeError(
             f"distribute_dataset: JAX cannot take the {name or 'element'} apart: {error}"
@@ -103,13 +159,17 @@ class Arrays:
         arrays = [host_array(leaf, f"{path} of {what}") for path, leaf in zip(paths, leaves)]
         return cls(paths, arrays, structure)
 
+    def map(self, of_leaf: Callable[[Array], Array]) -> Arrays:
+        """Each array replaced by ``of_leaf(array)``."""
+        return Arrays(self.paths, [of_leaf(leaf) for leaf in self.leaves], self.structure)
+
     def copied(self) -> Arrays:
         """The same values in memory of their own."""
-        return Arrays(self.paths, [leaf.copy() for leaf in self.leaves], self.structure)
+        return self.map(np.copy)
 
-    def tree(self, of_leaf: Callable[[Array], Any] = lambda leaf: leaf) -> Any:
-        """Put together again, each array replaced by ``of_leaf(array)``."""
-        return jax.tree.unflatten(self.structure, [of_leaf(leaf) for leaf in self.leaves])
+    def tree(self) -> Any:
+        """Put together again."""
+        return jax.tree.unflatten(self.structure, self.leaves)
 
 
 def check_same_rows(arrays: Arrays, what: str) -> None:

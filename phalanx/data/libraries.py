@@ -5,30 +5,35 @@ They are recognised by the modules of their types; none is imported for it.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
-import numpy as np
-
-from phalanx.data.host import check_numeric, packages
+from phalanx.data.host import host_array, packages
+from phalanx.errors import ArgumentTypeError
 
 Kind = Literal["datasets", "grain", "keras", "tensorflow", "torch"]
+
+_ENDLESS = 2**40
+"""Lengths from here on are a library's way to say that a dataset repeats for ever."""
 
 
 def table(value: Any) -> tuple[int, Callable[[Any], Any]] | None:
     """Number of rows of a `datasets.Dataset`, and how to read some of them; None for anything else."""
+    if "datasets" in packages(value) and isinstance(value, dict):
+        raise ArgumentTypeError(
+            f"distribute_dataset: {type(value).__name__} is a dict of datasets. Choose a split:"
+            f" {', or '.join(f'dataset[{name!r}]' for name in value)}."
+        )
     if "datasets" not in packages(value) or not hasattr(value, "num_rows"):
         return None
     transformed = value.format["type"] == "custom"  # by a function of the user's, which says what the rows are
     rows = value if transformed else value.with_format("numpy")
 
     def read(index: Any) -> dict[str, Any]:
-        return {name: np.asarray(column) for name, column in rows[index].items()}
+        return {name: host_array(column, f"column {name!r}") for name, column in rows[index].items()}
 
     if value.num_rows:
-        for name, column in read(slice(0, 1)).items():
-            check_numeric(column.dtype, f"column {name!r}")
+        read(slice(0, 1))
     return int(value.num_rows), read
 
 
@@ -54,7 +59,8 @@ def batches(library: Kind, dataset: Any) -> tuple[Callable[[], Iterable[Any]], i
         count = int(dataset.cardinality())
         return dataset.as_numpy_iterator, count if count >= 0 else None
     if library == "datasets":  # a stream; its transforms, if any, say what the rows are
-        return dataset.with_format("numpy").__iter__, None
+        # A stream keeps the place of all its iterators in itself: each pass gets one of its own, with all the shards.
+        return lambda: iter(dataset.shard(num_shards=1, index=0).with_format("numpy")), None
     return lambda: iter(dataset), length_of(dataset)
 
 
@@ -62,6 +68,6 @@ def length_of(value: Any) -> int | None:
     """``len(value)``, or None where it has none or never ends."""
     try:
         length = len(value)
-    except (TypeError, NotImplementedError):
+    except Exception:  # whatever a class of the user's does where it cannot tell
         return None
-    return length if length < sys.maxsize else None  # how grain says that a dataset repeats for ever
+    return length if length < _ENDLESS else None

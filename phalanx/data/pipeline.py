@@ -13,10 +13,15 @@ from __future__ import annotations
 import atexit
 import contextlib
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, Literal, TypeAlias, TypeVar
+
+import jax
+
+from phalanx.errors import StrategyError
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -26,7 +31,7 @@ _POLL_SECONDS = 0.1
 """How often a waiting consumer looks up, so that Ctrl-C is answered at once (on Windows too)."""
 
 _LEAVE_SECONDS = 0.5
-"""How long leaving the loop waits for a source that is busy; after that its thread ends by itself, later."""
+"""How long the next loop (which may read the same source), or the end of the program, waits for a source that is busy when its loop is left."""
 
 
 class _Channel(Generic[T]):
@@ -48,8 +53,7 @@ class _Channel(Generic[T]):
         self._asked = 0
         """The item that the consumer waits for; it is made even if the consumer has kept all others."""
         self.stopped = False
-        self._left = False
-        self.thread: threading.Thread | None = None
+        self.thread: threading.Thread
 
     # ---- the producing thread ----
 
@@ -86,7 +90,11 @@ class _Channel(Generic[T]):
                 outcome, value = self._items.get(timeout=_POLL_SECONDS)
                 break
             except Empty:
-                pass
+                if not self.thread.is_alive() and self._items.empty():
+                    raise StrategyError(
+                        "The thread that feeds this iterator is gone: the process was forked after the iterator was"
+                        " opened. Call iter(dataset) in the process that uses it."
+                    ) from None
         if outcome == "error":
             try:
                 raise value
@@ -97,7 +105,12 @@ class _Channel(Generic[T]):
         return [value] if outcome == "item" else []
 
     def stop(self) -> None:
-        """Let go of everything; the thread ends as soon as its source lets it."""
+        """Let go of everything; the thread ends as soon as its source lets it, and nobody waits for that.
+
+        Iterators are closed while objects die, where Ctrl-C would be lost.
+        """
+        if self.stopped:
+            return  # also when the interpreter takes modules apart
         self.stopped = True
         self._news.put(None)
         self._drop_items()
@@ -107,28 +120,24 @@ class _Channel(Generic[T]):
             while True:
                 self._items.get_nowait()
 
-    def leave(self) -> None:
-        """`stop`, and give the thread a moment to end; once, and not when the interpreter takes modules apart."""
-        if self._left:
-            return
-        self._left = True
-        self.stop()
-        _open.discard(self)
-        thread = self.thread
-        if thread is not None and thread.is_alive() and thread is not threading.current_thread():
-            thread.join(_LEAVE_SECONDS)
-
 
 _open: weakref.WeakSet[_Channel[Any]] = weakref.WeakSet()
+"""Those whose thread or iterator lives."""
+
+
+def _wait_for_stopped() -> None:
+    """Give the threads that were stopped a moment to end, one for all of them."""
+    end = time.monotonic() + _LEAVE_SECONDS
+    for channel in list(_open):
+        if channel.stopped and channel.thread.is_alive() and channel.thread is not threading.current_thread():
+            channel.thread.join(max(0.0, end - time.monotonic()))
 
 
 @atexit.register  # after JAX's own, so it runs before: no thread may use a JAX that is shut down
-def _leave_all() -> None:
-    channels = list(_open)
-    for channel in channels:
+def _stop_all() -> None:
+    for channel in list(_open):
         channel.stop()
-    for channel in channels:
-        channel.leave()
+    _wait_for_stopped()
 
 
 def ahead(
@@ -145,22 +154,35 @@ def ahead(
         prefetch: how many items to be ahead.
     """
     if prefetch == 0:
+        _wait_for_stopped()
         for item in make(lambda: False):
             yield send(item)[0]
         return
     channel: _Channel[T] = _Channel(prefetch)
-    channel.thread = threading.Thread(target=_produce, args=(make, send, channel), name="phalanx-feed", daemon=True)
+    arguments = make, send, channel, bool(jax.config.jax_enable_x64)
+    channel.thread = threading.Thread(target=_produce, args=arguments, name="phalanx-feed", daemon=True)
     _open.add(channel)
     try:
         channel.thread.start()
         while box := channel.take():
             yield box.pop()
     finally:
-        channel.leave()
+        channel.stop()
 
 
 def _produce(
-    make: Callable[[Callable[[], bool]], Iterator[S]], send: Callable[[S], tuple[T, list[Any]]], channel: _Channel[T]
+    make: Callable[[Callable[[], bool]], Iterator[S]],
+    send: Callable[[S], tuple[T, list[Any]]],
+    channel: _Channel[T],
+    x64: bool,
+) -> None:
+    _wait_for_stopped()
+    with jax.enable_x64(x64):  # as in the thread that iterates
+        _produce_into(channel, make, send)
+
+
+def _produce_into(
+    channel: _Channel[T], make: Callable[[Callable[[], bool]], Iterator[S]], send: Callable[[S], tuple[T, list[Any]]]
 ) -> None:
     try:
         items = make(lambda: channel.stopped)

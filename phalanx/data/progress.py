@@ -6,12 +6,13 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from typing import Any, Generic, Protocol, TypeVar
 
 import jax
 
+from phalanx.data.libraries import length_of
 from phalanx.errors import ArgumentTypeError
 from phalanx.variables import Variable
 
@@ -19,6 +20,9 @@ T = TypeVar("T")
 
 _UNSHOWN = 64
 """Metrics kept until a device has computed them; no device is further behind than that."""
+
+_LONG_SECONDS = 100 * 24 * 3600.0
+"""A time that long is not shown."""
 
 
 class _Display(Protocol):
@@ -54,7 +58,7 @@ class Progress(Generic[T]):
             yield from self._iterable
             return
         with ExitStack() as stack:
-            total = self._total()
+            total = length_of(self._iterable)
             yield from self._shown_on(_display(self._description, total, stack), total)
 
     def _shown_on(self, display: _Display, total: int | None) -> Iterator[T]:
@@ -75,17 +79,12 @@ class Progress(Generic[T]):
             speed = _per_second(done, time.perf_counter() - start)
             display.show(done, total, speed, self._metrics(wait=finished))
 
-    def _total(self) -> int | None:
-        try:
-            return len(self)
-        except TypeError:
-            return None
-
     def _metrics(self, wait: bool) -> str:
         """The newest numbers that the devices have computed; the last ones if it may wait for them."""
         for i in reversed(range(len(self._unshown))):
             if wait or all(map(_is_ready, self._unshown[i].values())):
-                self._shown |= {name: _text(value) for name, value in self._unshown[i].items()}
+                texts = {name: _text(value) for name, value in self._unshown[i].items()}
+                self._shown |= {name: text for name, text in texts.items() if text is not None}
                 for _ in range(i + 1):
                     self._unshown.popleft()
                 break
@@ -98,14 +97,19 @@ def _per_second(done: int, seconds_since_first: float) -> float:
 
 def _is_ready(value: Any) -> bool:
     arrays: list[Any] = [leaf for leaf in jax.tree.leaves(value) if isinstance(leaf, jax.Array)]
-    return all(array.is_ready() for array in arrays)
+    return all(array.is_deleted() or array.is_ready() for array in arrays)
 
 
-def _text(value: Any) -> str:
+def _text(value: Any) -> str | None:
+    """The value as it is shown; None for one that is gone (donated) or cannot be computed: no metric ends a run."""
     try:
         return f"{float(value):.4g}"
-    except (TypeError, ValueError):
-        return str(value)
+    except (TypeError, ValueError, OverflowError):
+        with suppress(Exception):
+            return str(value)
+    except Exception:
+        pass
+    return None
 
 
 # ---- displays ------------------------------------------------------------------------------------
@@ -130,10 +134,10 @@ class _Bar:
         from rich.console import Console
 
         columns = (
-            bars.TextColumn("{task.description}"),
+            bars.TextColumn("{task.description}", markup=False),
             bars.BarColumn(),
             bars.MofNCompleteColumn(),
-            bars.TextColumn("{task.fields[status]}"),
+            bars.TextColumn("{task.fields[status]}", markup=False),
         )
         self._bar = stack.enter_context(bars.Progress(*columns, console=Console(), auto_refresh=False))
         self._task = self._bar.add_task(description, total=total, status="")
@@ -158,7 +162,8 @@ class _Lines:
 
 def _status(done: int, total: int | None, speed: float, metrics: str) -> str:
     rate = f"{speed:.1f} steps/s" if speed else ""
-    left = f"{timedelta(seconds=round((total - done) / speed))} left" if speed and total and done < total else ""
+    seconds = (total - done) / speed if speed and total else 0
+    left = f"{timedelta(seconds=round(seconds))} left" if 0 < seconds < _LONG_SECONDS else ""
     return "  ".join(filter(None, (rate, left, metrics)))
 
 

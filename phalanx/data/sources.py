@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 import jax
@@ -86,23 +86,31 @@ class FunctionSource(Source):
         self.seed = seed
 
     def elements(self, epoch: int, start: int, state: Any) -> Iterator[Positioned]:
-        yield from as_source(self._make(), self._batch_size, self.seed).elements(epoch, start, state)
+        made = as_source(self._make(), self._batch_size, self.seed)
+        if isinstance(made, FunctionSource):
+            raise ArgumentTypeError(
+                f"distribute_dataset: the function {self._make!r:.60} gave a function, {made._make!r:.60}, and no data."
+            )
+        yield from made.elements(epoch, start, state)
 
 
-class IndexedBatchSource(Source):
-    """Batches by index; the dataset is told when a pass begins and ends (keras.utils.PyDataset)."""
+class IndexedSource(Source):
+    """Items by index (keras.utils.PyDataset, which is told when a pass begins and ends; a torch Dataset)."""
 
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-        self.length = None if dataset.num_batches is None else int(dataset.num_batches)
+    def __init__(self, items: Any, length: int | None) -> None:
+        self._items = items
+        self.length = length
 
     def elements(self, epoch: int, start: int, state: Any) -> Iterator[Positioned]:
-        self._dataset.on_epoch_begin()
-        index = start
-        while self.length is None or index < self.length:
-            yield self._dataset[index], None
-            index += 1
-        self._dataset.on_epoch_end()
+        self._tell("on_epoch_begin")
+        try:
+            for index in count(start) if self.length is None else range(start, self.length):
+                yield self._items[index], None
+        finally:
+            self._tell("on_epoch_end")
+
+    def _tell(self, method: str) -> None:
+        getattr(self._items, method, lambda: None)()
 
 
 class CheckpointedSource(Source):
@@ -122,38 +130,32 @@ class CheckpointedSource(Source):
             yield item, iterator.get_state()
 
 
-class CombinedSource(Source):
-    """Every so many parts of another source as one element: rows stacked, or replicas' batches side by side."""
+class StackedSource(Source):
+    """Every so many items of another source, which are rows, as one element."""
 
-    def __init__(self, parts: Source, count: int, *, stack: bool) -> None:
-        self._parts = parts
+    def __init__(self, items: Source, count: int) -> None:
+        self._items = items
         self._count = count
-        self._stack = stack
-        self.reiterable = parts.reiterable
-        self.rows = parts.length if stack else None
-        self.length = None if parts.length is None else -(-parts.length // count)
+        self.reiterable = items.reiterable
+        self.rows = items.length
+        self.length = None if items.length is None else -(-items.length // count)
 
     def elements(self, epoch: int, start: int, state: Any) -> Iterator[Positioned]:
         first = start * self._count
-        parts = enumerate(self._parts.elements(epoch, first if state is None else 0, state), first)
-        kind, axes = ("row", 0) if self._stack else ("batch", 1)
-        layout = Layout(axes, f"shapes and dtypes of {'single ' if self._stack else ''}rows")
+        items = enumerate(self._items.elements(epoch, first if state is None else 0, state), first)
+        layout = Layout(0, "shapes and dtypes of single rows")
         while True:
-            taken: list[Arrays] = []
+            rows: list[Arrays] = []
             after: Any = None
-            for number, (part, state_after) in islice(parts, self._count):
+            for number, (item, state_after) in islice(items, self._count):
                 after = state_after
-                arrays = Arrays.of(part, f"{kind} {number}")
-                layout.check(arrays, f"{kind} {number}")
-                taken.append(arrays.copied())  # the source may use its memory for the next one
-            if not taken:
+                arrays = Arrays.of(item, f"row {number}")
+                layout.check(arrays, f"row {number}")
+                rows.append(arrays.copied())  # the source may use its memory for the next one
+            if not rows:
                 return
-            yield self._combined(taken), after
-
-    def _combined(self, parts: list[Arrays]) -> Element:
-        columns = zip(*[arrays.leaves for arrays in parts])
-        combine = np.stack if self._stack else np.concatenate
-        return jax.tree.unflatten(parts[0].structure, [combine(list(column)) for column in columns])
+            columns = zip(*[arrays.leaves for arrays in rows])
+            yield jax.tree.unflatten(rows[0].structure, [np.stack(column) for column in columns]), after
 
 
 # ---- what users give -----------------------------------------------------------------------------
@@ -168,9 +170,12 @@ def as_source(given: Any, batch_size: int | None, seed: int | None) -> Source:
     table = None if batches else libraries.table(given) or _arrays(given)
     if table is not None:
         if batch_size is None:
-            raise ArgumentError("distribute_dataset: arrays need batch_size, the rows per batch over all replicas.")
+            raise ArgumentError(
+                "distribute_dataset: arrays need batch_size, the rows per batch over all replicas. (A function for"
+                " distribute_datasets_from_function returns an iterable of batches instead.)"
+            )
         return RowSource(*table, batch_size, seed)
-    if callable(given) and not hasattr(given, "__iter__"):
+    if callable(given) and (isinstance(given, type) or not hasattr(given, "__iter__")):
         return FunctionSource(given, batch_size, seed)
     if seed is not None:
         raise ArgumentError(
@@ -178,24 +183,30 @@ def as_source(given: Any, batch_size: int | None, seed: int | None) -> Source:
             " datasets). Shuffle in the source instead: a DataLoader, grain and tf.data can."
         )
     source = _library_source(given) or _iterable_source(given)
-    return source if batch_size is None else CombinedSource(source, batch_size, stack=True)
+    return source if batch_size is None else StackedSource(source, batch_size)
 
 
 def _arrays(given: Any) -> tuple[int, Callable[[Any], Any]] | None:
     """The number of rows of a pytree of arrays, and how to read some of them; None for anything else."""
-    if isinstance(given, list) and given and not all(map(is_array, jax.tree.leaves(given[0]))):
+    if isinstance(given, list):
+        leaves = flatten(given[0], "source[0]")[1] if given else []
+        if leaves and all(is_array(leaf) and len(leaf.shape) for leaf in leaves):
+            raise ArgumentError(
+                "distribute_dataset: a list of arrays with batch_size may be columns or rows. Columns are a tuple:"
+                " tuple(x). Rows are one array, np.stack(x), or an iterable: lambda: iter(x)."
+            )
         return None  # rows, perhaps very many of them
     paths, arrays, structure = flatten(given, "source")
-    if not arrays and not isinstance(given, list):
+    if not arrays:
         raise ArgumentError(f"distribute_dataset: there is no array in the source {given!r:.60}.")
     others = [(path, leaf) for path, leaf in zip(paths, arrays) if not is_array(leaf)]
-    if others and (isinstance(given, dict) or len(others) < len(arrays)) and not isinstance(given, list):
+    if others and (isinstance(given, (dict, tuple)) or len(others) < len(arrays)):
         path, leaf = others[0]
         raise ArgumentTypeError(
             f"distribute_dataset takes arrays or pytrees of arrays, and {path} is a {type(leaf).__name__},"
             f" {leaf!r:.60}. Make lists arrays with np.asarray."
         )
-    if others or not arrays:
+    if others:
         return None
     leaves = [as_rows(array, path) for path, array in zip(paths, arrays)]
     for path, leaf in zip(paths, leaves):
@@ -216,7 +227,9 @@ def _library_source(given: Any) -> Source | None:
     if kind == "grain":
         return CheckpointedSource(given, libraries.length_of(given))
     if kind == "keras":
-        return IndexedBatchSource(given)
+        return IndexedSource(given, None if given.num_batches is None else int(given.num_batches))
+    if kind == "torch" and not hasattr(given, "__iter__") and hasattr(given, "__len__"):
+        return IndexedSource(given, libraries.length_of(given))
     if kind is not None:
         iterate, length = libraries.batches(kind, given)
         return IterableSource(iterate, length, reiterable=True)

@@ -397,9 +397,9 @@ class Strategy:
         """Elements of a source, their rows split over the replicas, moved to the devices ahead of time.
 
         Args:
-            source: arrays or pytrees of arrays (memory maps and HDF5 datasets are read batch by batch), an
-                iterable, a generator, a function that returns one, or a dataset of PyTorch, grain, tf.data,
-                Hugging Face or Keras.
+            source: arrays, tensors, pandas frames, or tuples and dicts of them (memory maps and HDF5 datasets are
+                read batch by batch), an iterable, a generator, a function that returns one, or a dataset of
+                PyTorch, grain, tf.data, Hugging Face or Keras.
             batch_size: rows per batch, over all replicas. Needed for arrays. For iterables: stack this many
                 items; without it each item is a batch, whose arrays are split along axis 0.
             remainder: what to do with a batch that is smaller than the others: ``"auto"`` (keep it if it
@@ -418,8 +418,10 @@ class Strategy:
 
         Raises (also while iterating):
             UnevenBatchError: when a batch does not divide by the number of replicas.
-            ArgumentError: when arrays differ in their number of rows or change their shape, or there are none.
-            ArgumentTypeError: for strings and objects.
+            ArgumentError: when arrays differ in their number of rows or change their shape, there are none, or an
+                integer does not fit its dtype on the devices.
+            ArgumentTypeError: for strings, objects, and rows of different length.
+            StrategyError: when it is iterated in a traced function.
 
         Example:
             >>> strategy = px.OneDevice()
@@ -499,7 +501,8 @@ class Strategy:
             return mine.copy() if self.platform == "cpu" else mine  # a CPU device would go on using this memory
 
         shape = (self.num_replicas, *stacked.shape[1:])
-        split = jax.make_array_from_callback(shape, _jax.split(self.mesh), part)
+        with jax.transfer_guard_host_to_device("allow"):  # whoever feeds has asked for it
+            split = jax.make_array_from_callback(shape, _jax.split(self.mesh), part)
         if self.platform != "cpu":
             split.block_until_ready()  # the copy reads the caller's memory
         return PerReplica(split, self)

@@ -8,11 +8,15 @@ from itertools import islice
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from phalanx.data.dataset import DistributedDataset
 from phalanx.data.host import Arrays
+from phalanx.data.libraries import length_of
 from phalanx.data.pipeline import ahead
 from phalanx.distribute.strategy import Strategy
+from phalanx.errors import ArgumentError, StrategyError
 from phalanx.keras import _keras
 from phalanx.keras.accumulation import Accumulate
 
@@ -109,6 +113,52 @@ class Feed(_keras.DataAdapter):  # type: ignore[misc]
         return self._adapter.partial_batch_size  # type: ignore[no-any-return]
 
 
+class DatasetFeed(_keras.DataAdapter):  # type: ignore[misc]
+    """A distributed dataset of ours, whose elements are on the replicas already."""
+
+    batch_size = has_partial_batch = partial_batch_size = None
+
+    def __init__(self, dataset: DistributedDataset, strategy: Strategy, class_weight: dict[int, float] | None) -> None:
+        if dataset.strategy is not strategy:
+            raise StrategyError(
+                f"The dataset was distributed by {dataset.strategy!r}, and the model is on {strategy!r}."
+            )
+        self._dataset = dataset
+        self._strategy = strategy
+        self._class_weight = class_weight
+
+    def first(self) -> Any:
+        """An element, for its shapes."""
+        return next(iter(self._dataset), None)
+
+    def get_jax_iterator(self) -> Iterator[Parts]:
+        """The elements of one pass."""
+        return ((Batch(self._weighted(element)),) for element in self._dataset)
+
+    get_numpy_iterator = get_jax_iterator
+
+    def _weighted(self, element: Any) -> Any:
+        if self._class_weight is None:
+            return element
+        x, y, weights = _keras.unpack(element)
+        if weights is not None:
+            raise ArgumentError("fit: class_weight and weights of rows in the dataset cannot be given together.")
+        table = np.ones(max(self._class_weight) + 1, np.float32)
+        table[list(self._class_weight)] = list(self._class_weight.values())
+        return x, y, self._strategy.run(_weights_of_rows, args=(y, table))
+
+    @property
+    def num_batches(self) -> int | None:
+        """In one pass, if known."""
+        return length_of(self._dataset)
+
+
+def _weights_of_rows(y: Any, table: Any) -> Any:
+    classes = y if y.ndim == 1 else y[:, 0] if y.shape[-1] == 1 else jnp.argmax(y, -1)
+    classes = jnp.round(classes).astype(jnp.int32)
+    return jnp.where(classes < len(table), table[jnp.minimum(classes, len(table) - 1)], 1.0)
+
+
 def distribute(batch: Any, strategy: Strategy, divisible: bool) -> Parts:
     """A host batch on the replicas: in one part, or two where it may be cut."""
     arrays = Arrays.of(batch, "the batch")
@@ -143,11 +193,11 @@ def _split(arrays: Arrays, strategy: Strategy, rows: slice) -> Batch:
     def send(leaf: Any) -> Any:
         return strategy.split_rows(leaf[rows]) if leaf.ndim else strategy.place(leaf, per_replica=False)
 
-    return Batch(arrays.tree(send))
+    return Batch(arrays.map(send).tree())
 
 
 def _repeated(arrays: Arrays, strategy: Strategy, rows: slice) -> Batch:
     def send(leaf: Any) -> Any:
         return strategy.place(leaf[rows] if leaf.ndim else leaf, per_replica=False)
 
-    return Batch(arrays.tree(send), is_split=False)
+    return Batch(arrays.map(send).tree(), is_split=False)

@@ -11,10 +11,11 @@ from typing import Any, Literal
 import jax
 
 from phalanx._checks import check_choice
+from phalanx.data.dataset import DistributedDataset
 from phalanx.distribute.strategy import Strategy
-from phalanx.errors import ArgumentError
+from phalanx.errors import ArgumentError, StrategyError
 from phalanx.keras import _keras
-from phalanx.keras.feed import Batch, Feed, Parts, distribute
+from phalanx.keras.feed import Batch, DatasetFeed, Feed, Parts, distribute
 from phalanx.keras.resume import Resume
 from phalanx.keras.steps import Logs, Steps
 from phalanx.self_check import self_check
@@ -196,8 +197,10 @@ class Loops:
         divisible: bool = False,
         accumulate: int = 1,
     ) -> Any:
-        if isinstance(x, Feed):
+        if isinstance(x, (Feed, DatasetFeed)):
             return x
+        if isinstance(x, DistributedDataset):
+            return DatasetFeed(x, self.strategy, class_weight)
         adapter = _keras.data_adapters.get_data_adapter(
             x=x,
             y=y,
@@ -257,9 +260,21 @@ class Loops:
     def _symbolic_build(self: Any, iterator: Any = None, data_batch: Any = None) -> None:
         if type(self).train_step is not StatefulSteps.train_step:
             return  # What `call` takes need not be the data: the layers are built by the step that uses them.
+        if self.strategy.num_replicas > 1:
+            _refuse_stateful(self)
         # Nothing is taken from the data where nothing is left to build: it may be a draw of random numbers.
         batches = None if iterator is None else ((0, 0, iter([feed.first()])) for feed in [iterator.data_adapter])
         super()._symbolic_build(iterator=batches, data_batch=data_batch)  # type: ignore[misc]
+
+
+def _refuse_stateful(model: Any) -> None:
+    for layer in model._flatten_layers():
+        if getattr(layer, "stateful", False):
+            raise StrategyError(
+                f"Layer {layer.name!r} is stateful: its state has a row for each row of the whole batch, and a replica"
+                " has a part of the batch. Train it on one device (px.OneDevice()), or pass the state as inputs and"
+                " outputs of a layer with stateful=False."
+            )
 
 
 def _arguments(method: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:

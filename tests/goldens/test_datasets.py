@@ -11,7 +11,7 @@ import pytest
 
 import phalanx as px
 from goldens.kit import attempt, check, differs, replay
-from phalanx.errors import ArgumentError, UnevenBatchError
+from phalanx.errors import ArgumentError, StrategyError, UnevenBatchError
 
 
 def _rows(golden) -> np.ndarray:
@@ -222,23 +222,26 @@ def test_replicas_may_run_out_of_batches(golden, strategy):
 # ---- loops over datasets -------------------------------------------------------------------------
 
 
-@replay("ds_loop_inside_function")
-def test_a_traced_function_may_loop_over_a_dataset(golden, strategy):
+@differs("ds_loop_inside_function", "the program would keep the data of its trace: the loop stands outside")
+def test_a_loop_over_a_dataset_stands_outside_of_the_traced_function(golden, strategy):
     dataset = _distribute(golden, strategy, remainder="pad", mask=True)
     with strategy.scope():
         total, steps = px.Variable(0.0), px.Variable(0)
 
     @px.function
-    def epoch():
-        for batch in dataset:
-            total.assign_add(strategy.reduce("sum", strategy.run(lambda x, mask: (x * mask).sum(), batch)))
-            steps.assign_add(1)
+    def step(batch):
+        total.assign_add(strategy.reduce("sum", strategy.run(lambda x, mask: (x * mask).sum(), batch)))
+        steps.assign_add(1)
 
     results = []
     for _ in range(2):
-        epoch()
+        for batch in dataset:
+            step(batch)
         results.append({"total": float(total), "steps": int(steps)})
-    return {"after_call": results}
+    golden.check(results, "after_call")
+    assert step.trace_count == 1
+    with pytest.raises(StrategyError, match="pass each element to the function as an argument"):
+        px.function(lambda: [step(batch) for batch in dataset])()
 
 
 @differs("ds_losses_on_uneven_batches", "an empty replica adds nothing: no mean is NaN")
