@@ -47,10 +47,8 @@ with strategy.scope():
             keras.Input((8, 8, 1)),
             layers.Conv2D(32, 3, strides=2, padding="same"),
             layers.LeakyReLU(),
-            layers.Dropout(0.3),
             layers.Conv2D(64, 3, strides=2, padding="same"),
             layers.LeakyReLU(),
-            layers.Dropout(0.3),
             layers.Flatten(),
             layers.Dense(1),
         ]

@@ -216,6 +216,8 @@ class Loops:
 
     @contextlib.contextmanager
     def _on_the_strategy(self: Any) -> Iterator[None]:
+        if self.strategy.num_replicas > 1:
+            _refuse_stateful(self)
         # The model that this is a view of keeps its own functions, which work on other state.
         names = ("train_function", "test_function", "predict_function")
         before = {name: self.__dict__.get(name) for name in names}
@@ -260,8 +262,6 @@ class Loops:
     def _symbolic_build(self: Any, iterator: Any = None, data_batch: Any = None) -> None:
         if type(self).train_step is not StatefulSteps.train_step:
             return  # What `call` takes need not be the data: the layers are built by the step that uses them.
-        if self.strategy.num_replicas > 1:
-            _refuse_stateful(self)
         # Nothing is taken from the data where nothing is left to build: it may be a draw of random numbers.
         batches = None if iterator is None else ((0, 0, iter([feed.first()])) for feed in [iterator.data_adapter])
         super()._symbolic_build(iterator=batches, data_batch=data_batch)  # type: ignore[misc]
