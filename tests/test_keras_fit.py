@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 from collections import namedtuple
 from collections.abc import Callable, Iterator
@@ -807,6 +809,49 @@ def test_models_are_saved_and_loaded_through_either_view(tmp_path):
             assert_same(state(model), want)
             assert_same(state(view), want)
     both((loaded, px.keras.replicate(loaded, FOUR)), fit(X, Y))
+
+
+def test_copies_of_a_view_are_models_as_they_were(tmp_path):
+    model = keras.Sequential([keras.Input((3,)), layers.Dense(2)])
+    view = px.keras.replicate(model, FOUR)
+    keras.saving.save_model(view, tmp_path / "model.keras")
+    copies = [
+        keras.models.load_model(tmp_path / "model.keras"),
+        copy.deepcopy(view),
+        pickle.loads(pickle.dumps(view)),
+    ]
+    for each in copies:
+        assert type(each) is keras.Sequential
+        assert_same(each.get_weights(), model.get_weights())
+    for each in (keras.models.model_from_json(view.to_json()), keras.models.clone_model(view)):
+        assert type(each) is keras.Sequential and each.count_params() == model.count_params()
+
+
+def test_views_are_parts_of_other_models():
+    model = keras.Sequential([keras.Input((3,)), layers.Dense(4), layers.Dense(2)])
+    view = px.keras.replicate(model, FOUR)
+    inside = keras.Model(view.inputs, view.layers[0].output)
+    around = keras.Sequential([view, layers.Dense(1)])
+    assert_same(inside.predict(X, verbose=0), np.asarray(model.layers[0](X)))
+    assert around.predict(X, verbose=0).shape == (ROWS, 1)
+
+
+def test_callbacks_may_evaluate_and_predict_through_either_view(models):
+    plain, replicated = models
+    model = regression()
+    model.compile(optimizers.SGD(0.1, momentum=0.5), "mse", metrics=["mae"])
+    view = px.keras.replicate(model, FOUR)
+
+    def action(one: Any) -> Any:
+        seen: list[Any] = []
+
+        def look(epoch: int, logs: Any) -> None:
+            other = model if one is view else one
+            seen.extend((one.predict(X, **QUIET), other.predict(X, **QUIET), other.evaluate(X, Y, **QUIET)))
+
+        return fit(X, Y, epochs=2, callbacks=[callbacks.LambdaCallback(on_epoch_end=look)])(one), seen
+
+    both((plain, view), action)
 
 
 def test_both_views_have_the_same_parts():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -85,7 +87,10 @@ def replicate(model: Any, strategy: Strategy | None = None, synchronize_batch_no
     original = type(model)
     check_flag(synchronize_batch_norm, "replicate: synchronize_batch_norm")
     steps = Steps(strategy or state.context().strategy or Mirrored(), synchronize_batch_norm)
-    body = {"_steps": property(lambda self: steps), "save": lambda self, *args, **kwargs: model.save(*args, **kwargs)}
+    # What is written to files, copied and pickled is the original.
+    body: dict[str, Any] = {name: _of(model, name) for name in ("save", "to_json", "__reduce__")}
+    body |= {"__module__": original.__module__, "__qualname__": original.__qualname__}
+    body["_steps"] = property(lambda self: steps)
     bases: tuple[type, ...] = (Loops, original)
     if not issubclass(original, StatefulSteps):
         bases = (Loops, StatefulSteps, original)
@@ -93,6 +98,13 @@ def replicate(model: Any, strategy: Strategy | None = None, synchronize_batch_no
     view: Any = object.__new__(type(original.__name__, bases, body))
     object.__setattr__(view, "__dict__", model.__dict__)  # not as Keras does it, which would track a copy
     return view
+
+
+def _of(model: Any, name: str) -> Callable[..., Any]:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(model, name)(*args, **kwargs)
+
+    return functools.wraps(getattr(model, name))(method)
 
 
 def _own_steps(original: type) -> dict[str, Any]:
