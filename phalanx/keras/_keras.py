@@ -13,7 +13,7 @@ if "keras" not in sys.modules:
     os.environ.setdefault("KERAS_BACKEND", "jax")
 
 try:
-    import keras
+    import keras as keras
 except ImportError as error:
     raise ImportError(
         "phalanx.keras needs Keras 3.12 or newer: pip install 'phalanx[keras]'.", name=error.name

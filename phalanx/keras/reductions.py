@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +22,9 @@ import jax.numpy as jnp
 from phalanx import _jax, control_flow, state
 from phalanx.distribute.collectives import ReduceOp, all_reduce
 from phalanx.distribute.values import is_per_replica
+from phalanx.errors import ArgumentError
 from phalanx.keras import _keras
+from phalanx.keras._keras import keras
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,7 @@ def _reduce(op: ReduceOp, values: list[Any]) -> list[Any]:
 def _apply(original: Callable[..., Any]) -> Callable[..., Any]:
     def apply(optimizer: Any, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
         grads = list(grads)
+        _check_scaled(optimizer)
         if _here.law.accumulate is not None and any(map(_differs, grads)):
             total = _here.law.accumulate(optimizer, grads, trainable_variables)
             if total is None:
@@ -79,6 +83,28 @@ def _apply(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(optimizer, _reduced(grads), trainable_variables)
 
     return apply
+
+
+_scaled: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Optimizers that were given a loss to scale."""
+
+
+def _scale_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+    def scale_loss(optimizer: Any, loss: Any) -> Any:
+        _scaled.add(optimizer)
+        return original(optimizer, loss)
+
+    return scale_loss
+
+
+def _check_scaled(optimizer: Any) -> None:
+    scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or optimizer.loss_scale_factor is not None
+    if scales and optimizer not in _scaled and _keras.get_stateless_scope() is None:
+        raise ArgumentError(
+            f"{type(optimizer).__name__}.apply divides the gradients by the loss scale, and no loss was scaled: the"
+            " updates would be far too small. In the tape write `scaled = optimizer.scale_loss(loss)`, and take"
+            " `tape.gradient(scaled, variables)`."
+        )
 
 
 def _differs(gradient: Any) -> bool:
@@ -213,10 +239,9 @@ def _while_loop(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def install() -> None:
     """Let Keras's optimizers, losses and control flow meet the other replicas."""
-    import keras
-
     for cls in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
         _keras.replace(cls, "apply", _apply)
+        _keras.replace(cls, "scale_loss", _scale_loss)
     _keras.replace(keras.layers.BatchNormalization, "__init__", _made)
     _keras.replace(keras.layers.BatchNormalization, "_moments", _moments)
     _keras.replace(_keras.loss, "reduce_weighted_values", _reduce_losses)

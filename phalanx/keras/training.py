@@ -15,6 +15,8 @@ from phalanx.data.dataset import DistributedDataset
 from phalanx.distribute.strategy import Strategy
 from phalanx.errors import ArgumentError, StrategyError
 from phalanx.keras import _keras
+from phalanx.keras._keras import keras
+from phalanx.keras.callbacks import Callbacks
 from phalanx.keras.feed import Batch, DatasetFeed, Feed, Parts, distribute
 from phalanx.keras.resume import Resume
 from phalanx.keras.steps import Logs, Steps
@@ -123,6 +125,8 @@ class Loops:
             class_weight=given.pop("class_weight"),
             accumulate=accumulate_steps,
         )
+        steps = given["steps_per_epoch"] or given["x"].num_batches
+        given["callbacks"] = self._callbacks(given, steps, epochs=given["epochs"], add_history=True)
         self._steps.averages = _keras.averages(self.optimizer) if validate_with == "ema" else None
         try:
             with self._on_the_strategy():
@@ -136,6 +140,7 @@ class Loops:
         feed = self._feed(
             given["x"], given.pop("y"), given.pop("sample_weight"), given.pop("batch_size"), given["steps"]
         )
+        given["callbacks"] = self._callbacks(given, given["steps"] or feed.num_batches, epochs=1)
         with self._on_the_strategy(), self._steps.averaged_weights():
             return super().evaluate(**given | {"x": feed})  # type: ignore[misc]
 
@@ -183,6 +188,12 @@ class Loops:
         step = self._steps.counting(self, "train_step")
         batches = [part for parts in feed.get_jax_iterator() for part in parts if part.is_split]
         return self_check(lambda batch: step((batch,)), batches)
+
+    def _callbacks(self, given: dict[str, Any], steps: int | None, **options: Any) -> Callbacks:
+        verbose, callbacks = given["verbose"], given["callbacks"]
+        if isinstance(callbacks, keras.callbacks.CallbackList):
+            return callbacks
+        return Callbacks(callbacks, add_progbar=verbose != 0, verbose=verbose, steps=steps, model=self, **options)
 
     def _feed(
         self: Any,

@@ -1,0 +1,44 @@
+"""Keras's callbacks, called where they listen: numbers that nobody looks at stay on the devices."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import keras
+
+_BAR_SECONDS = 0.05
+"""How often Keras's progress bar draws itself."""
+
+
+class Callbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
+    """The list that Keras's loops call after each batch, for which Keras fetches all metrics."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._drawn = 0.0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self._is_heard("on_train_batch_end"):
+            super().on_train_batch_end(batch, logs)
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self._is_heard("on_test_batch_end"):
+            super().on_test_batch_end(batch, logs)
+
+    def _is_heard(self, event: str) -> bool:
+        listeners = [callback for callback in self.callbacks if _listens(callback, event)]
+        if not listeners:
+            return False
+        now = time.perf_counter()
+        if all(isinstance(callback, keras.callbacks.ProgbarLogger) and callback.target for callback in listeners):
+            if now - self._drawn < _BAR_SECONDS:
+                return False
+            self._drawn = now
+        return True
+
+
+def _listens(callback: Any, event: str) -> bool:
+    return any(
+        getattr(type(callback), name) is not getattr(keras.callbacks.Callback, name) for name in (event, "on_batch_end")
+    )
