@@ -24,8 +24,8 @@ TOLERANCE = {"rtol": 1e-5, "atol": 2e-6}
 rng = np.random.default_rng(0)
 X = rng.normal(size=(DIVIDES, 4)).astype("float32")
 Y = (X @ rng.normal(size=(4, 2)) + 0.3).astype("float32")
-CLASSES = rng.integers(0, 3, DIVIDES)
-TOKENS = rng.integers(0, 5, (DIVIDES, 6))
+CLASSES = rng.integers(0, 3, DIVIDES, dtype="int32")
+TOKENS = rng.integers(0, 5, (DIVIDES, 6), dtype="int32")
 TOKENS[:5] = 0  # rows in which all is masked
 WEIGHTS = rng.uniform(0, 2, DIVIDES).astype("float32")
 
@@ -174,14 +174,10 @@ def test_metrics_count_all_rows():
             metrics.AUC(20, name="auc"),
             metrics.Precision(name="precision"),
             metrics.Recall(name="recall"),
-            metrics.F1Score(threshold=0.5, average="micro", name="f1"),
-            metrics.TruePositives(name="hits"),
             metrics.BinaryIoU(name="iou"),
             metrics.R2Score(name="r2"),
             metrics.RootMeanSquaredError(name="rmse"),
-            metrics.SensitivityAtSpecificity(0.5, num_thresholds=20, name="sensitivity"),
             metrics.MeanMetricWrapper(lambda y, p: keras.ops.abs(y - p), name="own"),
-            metrics.LogCoshError(name="logcosh"),
         ]
         return {"optimizer": optimizers.SGD(0.5), "loss": "binary_crossentropy", "metrics": kinds}
 
@@ -228,7 +224,7 @@ def test_masks_that_end_in_a_recurrent_layer():
 
 def test_penalties_of_weights_count_once():
     model = dense(kernel_regularizer=keras.regularizers.L1L2(0.01, 0.1), bias_regularizer="l2")
-    check(Case(model, sgd(metrics=["mae"])), *REPLICAS)
+    check(Case(model, sgd()), *REPLICAS)
 
 
 def test_penalties_of_activations_are_over_all_rows():
