@@ -73,5 +73,5 @@ in_parts, accuracy_in_parts = train(4)
 whole, accuracy_whole = train(1)
 for update in (0, 9, len(whole) - 1):
     print(f"update {update + 1}: loss {in_parts[update]:.4f} from 4 batches of 24, {whole[update]:.4f} from one of 96")
-print(f"largest difference of the losses: {np.abs(in_parts - whole).max():.0e}")
+print(f"largest difference of the losses: {np.abs(in_parts - whole).max():.5f}")
 print(f"held-out accuracy: {accuracy_in_parts:.1%} and {accuracy_whole:.1%}")
