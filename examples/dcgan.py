@@ -56,8 +56,6 @@ with strategy.scope():
     generator_optimizer = keras.optimizers.Adam(1e-3, beta_1=0.5)
     discriminator_optimizer = keras.optimizers.Adam(1e-3, beta_1=0.5)
     cross_entropy = keras.losses.BinaryCrossentropy(from_logits=True)
-    generator_loss = keras.metrics.Mean()
-    discriminator_loss = keras.metrics.Mean()
     seed = keras.random.SeedGenerator(1)
 
 
