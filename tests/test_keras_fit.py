@@ -918,3 +918,10 @@ def test_a_model_that_fails_in_a_step_leaves_everything_as_it_was(models):
 def test_only_models_are_replicated():
     with pytest.raises(px.errors.ArgumentTypeError, match="takes a keras.Model, got Dense"):
         px.keras.replicate(layers.Dense(2), FOUR)
+
+
+def test_labels_of_64_bits_build_a_model_without_a_warning():
+    model = px.keras.replicate(keras.Sequential([layers.Dense(3)]), FOUR)
+    model.compile("sgd", losses.SparseCategoricalCrossentropy(from_logits=True))
+    model.fit(X, np.zeros(ROWS, "int64"), **QUIET)
+    assert model.built

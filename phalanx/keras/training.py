@@ -274,8 +274,19 @@ class Loops:
         if type(self).train_step is not StatefulSteps.train_step:
             return  # What `call` takes need not be the data: the layers are built by the step that uses them.
         # Nothing is taken from the data where nothing is left to build: it may be a draw of random numbers.
-        batches = None if iterator is None else ((0, 0, iter([feed.first()])) for feed in [iterator.data_adapter])
-        super()._symbolic_build(iterator=batches, data_batch=data_batch)  # type: ignore[misc]
+        feeds = () if iterator is None else (iterator.data_adapter,)
+        batches = ((0, 0, iter([_as_on_devices(feed.first())])) for feed in feeds)
+        super()._symbolic_build(iterator=batches, data_batch=_as_on_devices(data_batch))  # type: ignore[misc]
+
+
+def _as_on_devices(batch: Any) -> Any:
+    """The shapes and dtypes that JAX will give a host batch: its 64 bits are 32, unless it is told otherwise."""
+
+    def spec(array: Any) -> jax.ShapeDtypeStruct:
+        dtype = keras.backend.standardize_dtype(array.dtype)
+        return jax.ShapeDtypeStruct(array.shape, jax.dtypes.canonicalize_dtype(dtype))
+
+    return jax.tree.map(spec, batch, is_leaf=lambda leaf: hasattr(leaf, "dtype"))
 
 
 def _refuse_stateful(model: Any) -> None:
