@@ -1,11 +1,12 @@
 """The only module that knows Keras's insides, and its versions.
 
 Supported: Keras 3.12 and newer with the JAX backend. What is public stands first; the rest carries no
-promise, and tests/keras/test_insides.py says so when a release moves it.
+promise, and tests/test_keras_variables.py says so when a release moves it.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 
@@ -85,6 +86,8 @@ def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
     if getattr(getattr(original, "fget", original), "_of_phalanx", False):
         return
     new = make(original)
+    if not isinstance(original, property):
+        functools.update_wrapper(new, original)
     getattr(new, "fget", new)._of_phalanx = True
     setattr(owner, name, new)
 

@@ -39,6 +39,8 @@ class Callbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
 
 
 def _listens(callback: Any, event: str) -> bool:
+    # The hooks of `LambdaCallback`, among others, are attributes of the object.
     return any(
-        getattr(type(callback), name) is not getattr(keras.callbacks.Callback, name) for name in (event, "on_batch_end")
+        getattr(getattr(callback, name), "__func__", None) is not getattr(keras.callbacks.Callback, name)
+        for name in (event, "on_batch_end")
     )

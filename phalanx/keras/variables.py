@@ -20,7 +20,7 @@ from phalanx.variables import Aggregation, Synchronization, Variable, is_per_rep
 
 _COUNTERPART = "_phalanx_variable"
 _GOLDEN = np.uint32(0x9E3779B9)
-"""How far apart the replicas' seeds are: a odd number, so that no two of 2**32 are the same."""
+"""How far apart the replicas' seeds are: an odd number, so that no two of 2**32 are the same."""
 
 
 class KerasVariable(Variable):
