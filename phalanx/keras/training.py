@@ -185,9 +185,16 @@ class Loops:
         feed = self._feed(x, y, sample_weight, batch_size, None)
         with self.strategy.scope():
             self._symbolic_build(data_batch=feed.first())
-        step = self._steps.counting(self, "train_step")
+        train = self._steps.counting(self, "train_step")
+
+        def step(batch: Batch) -> Logs:
+            self.reset_metrics()
+            logs = train((batch,))
+            self.reset_metrics()  # how often they counted depends on the number of replicas
+            return logs
+
         batches = [part for parts in feed.get_jax_iterator() for part in parts if part.is_split]
-        return self_check(lambda batch: step((batch,)), batches)
+        return self_check(step, batches)
 
     def _callbacks(self, given: dict[str, Any], steps: int | None, **options: Any) -> Callbacks:
         verbose, callbacks = given["verbose"], given["callbacks"]
