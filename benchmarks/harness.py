@@ -201,7 +201,7 @@ def show(report: dict[str, Any]) -> None:
         for i, row in enumerate(result["candidates"]):
             labels = (result["workload"], result["case"], str(result["replicas"])) if i == 0 else ("", "", "")
             table.add_row(*labels, *_figures(row, result["unit"], first=i == 0))
-    console = Console(width=None if sys.stdout.isatty() else 150)
+    console = Console(width=None if sys.stdout.isatty() else 1000)  # a file has room
     console.print(
         f"{env['date']}, {env['machine']}, {env['cores']} cores, load {env['load']:.1f}, Python {env['python']},"
         f" JAX {env['jax']}, Phalanx {env['phalanx']}",
