@@ -12,6 +12,8 @@ from phalanx.errors import ArgumentError
 
 import keras  # isort: skip
 
+pytestmark = pytest.mark.slow
+
 rng = np.random.default_rng(0)
 X = rng.normal(size=(50, 4)).astype(np.float32)
 Y = (X.sum(1, keepdims=True) > 0).astype(np.float32)

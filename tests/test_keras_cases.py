@@ -13,6 +13,8 @@ from phalanx.errors import ArgumentError, ArgumentTypeError
 
 import keras  # isort: skip
 
+pytestmark = pytest.mark.slow
+
 rng = np.random.default_rng(0)
 X = rng.normal(size=(24, 3)).astype(np.float32)
 Y = X.sum(1, keepdims=True)

@@ -15,6 +15,8 @@ import phalanx.keras  # first, so that Keras runs on JAX
 import keras  # isort: skip
 from keras import layers, losses, metrics, optimizers  # isort: skip
 
+pytestmark = pytest.mark.slow
+
 REPLICAS = (1, 2, 3, 8)
 BATCH = 24  # divides by all of them
 DIVIDES = 2 * BATCH

@@ -20,7 +20,10 @@ import phalanx.keras  # first, so that Keras runs on JAX
 import keras  # isort: skip
 from keras import callbacks, layers, losses, optimizers  # isort: skip
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*has been traced for .* kinds of arguments")  # one pair for all
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:.*has been traced for .* kinds of arguments"),  # one pair for all
+]
 
 FOUR = px.Mirrored(jax.devices()[:4])
 ROWS, BATCH = 22, 8  # batches of 8, 8 and 6 rows; the last one does not divide by four

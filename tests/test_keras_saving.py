@@ -11,6 +11,8 @@ import phalanx.keras
 
 import keras  # isort: skip
 
+pytestmark = pytest.mark.slow
+
 rng = np.random.default_rng(0)
 X = rng.normal(size=(20, 3)).astype(np.float32)
 Y = X.sum(1, keepdims=True)

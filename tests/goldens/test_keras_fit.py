@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
+import pytest
 
 import phalanx as px
 import phalanx.keras  # before Keras: it chooses the backend
@@ -16,6 +17,8 @@ from goldens.kit import GOLDENS, check, differs, replay
 from goldens.loop import WEIGHTS, array
 
 import keras  # isort: skip
+
+pytestmark = pytest.mark.slow
 
 
 def one_replica(golden):

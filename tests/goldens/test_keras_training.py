@@ -19,6 +19,8 @@ from goldens.loop import WEIGHTS, array, replica_number, train
 
 import keras  # isort: skip
 
+pytestmark = pytest.mark.slow
+
 
 def make_variable(strategy, value, **options):
     with strategy.scope():
