@@ -83,7 +83,7 @@ class DistributedDataset:
         self._rows = self._rows_per_element()
         self._seed_given = None if seed is None else int(seed)
         seed = _seed(seed, self._group.leads) if shuffle else None
-        self._source: Source = as_source(source, self._rows, (seed or 0) if shuffle else None)
+        self._source: Source = as_source(source, self._rows, (seed or 0) if shuffle else None, per_replica)
         self._source.seed, self._length = self._agree(shuffle, seed)
         self._epoch = 0
         self._resume: dict[str, Any] | None = None

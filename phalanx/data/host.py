@@ -210,8 +210,7 @@ class Layout:
 def _few(paths: Iterable[str]) -> str:
     """Paths, of very many the first ones."""
     paths = list(paths)
-    shown = ", ".join(paths[:_FEW])
-    return f"{shown}, ... ({len(paths)} arrays)" if len(paths) > _FEW else f"[{shown}]"
+    return f"{paths[:_FEW]} and so on ({len(paths)} arrays)" if len(paths) > _FEW else str(paths)
 
 
 def _shown(type_: tuple[tuple[int, ...], np.dtype[Any]]) -> str:

@@ -178,14 +178,20 @@ class StackedSource(Source):
 # ---- what users give -----------------------------------------------------------------------------
 
 
-def as_source(given: Any, batch_size: int | None, seed: int | None) -> Source:
+def as_source(given: Any, batch_size: int | None, seed: int | None, per_replica: bool = False) -> Source:
     """The source behind whatever the user gave.
 
-    `seed` is None without shuffling, which needs rows that can be read by index.
+    `seed` is None without shuffling, which needs rows that can be read by index. With `per_replica` the source
+    gives batches of one replica.
     """
     batches = isinstance(given, list) and batch_size is None
     table = None if batches else libraries.table(given) or _arrays(given)
     if table is not None:
+        if per_replica:
+            raise ArgumentError(
+                "distribute_datasets_from_function: the function returned arrays. It returns an iterable of batches,"
+                " each for one replica."
+            )
         if batch_size is None:
             raise ArgumentError(
                 "distribute_dataset: arrays need batch_size, the rows per batch over all replicas:"
