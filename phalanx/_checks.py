@@ -85,6 +85,24 @@ def take_apart(tree: Any, label: str, is_leaf: Callable[[Any], bool] | None = No
         raise ArgumentTypeError(f"{label}: JAX cannot take {tree!r:.60} apart: {error} Dict keys must sort.") from error
 
 
+def packages(value: Any) -> set[str]:
+    """The packages that the value's type and its base classes come from."""
+    return {base.__module__.partition(".")[0] for base in type(value).__mro__}
+
+
+ARRAY_LIBRARIES = frozenset({"h5py", "pandas", "tensorflow", "torch"})
+"""Libraries whose arrays NumPy can take, and JAX does not know."""
+
+
+def refuse_foreign_array(value: Any, label: str) -> None:
+    """Raise for an array of another library, which would be a constant of the program that gets it."""
+    library = next(iter(ARRAY_LIBRARIES & packages(value)), None)
+    if library is not None and hasattr(value, "shape") and hasattr(value, "__array__"):
+        raise ArgumentTypeError(
+            f"{label} is a {type(value).__name__} of {library}, which JAX does not take: pass np.asarray(tensor)."
+        )
+
+
 def is_numeric(dtype: Any) -> bool:
     """True for dtypes that JAX computes with (bfloat16 and the like are of NumPy's kind 'V')."""
     return dtype.kind in "biufc" or (dtype.kind == "V" and not issubclass(dtype.type, np.void))

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from phalanx import _jax
-from phalanx._checks import is_foreign_variable, is_numeric, take_apart
+from phalanx._checks import is_foreign_variable, is_numeric, refuse_foreign_array, take_apart
 from phalanx.errors import ArgumentError, ArgumentTypeError
 from phalanx.variables import Component, Variable
 
@@ -107,6 +107,7 @@ def static_key(value: Any, label: str) -> Hashable:
         return _plain_key(value)
     if isinstance(value, tuple):
         return (type(value), tuple(static_key(part, label) for part in value))
+    refuse_foreign_array(value, label)
     try:
         hash(value)
     except TypeError:

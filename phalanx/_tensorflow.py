@@ -34,6 +34,19 @@ STRATEGY = {
 """Names of ``tf.distribute.Strategy``."""
 
 
+OPTIMIZER = {
+    "apply": "optimizer.apply_gradients(zip(gradients, variables))",
+    "iterations": "a count in optimizer.state, where optax keeps one: optimizer.state[0].count (optax.adam)",
+    "learning_rate": (
+        'optimizer.state.hyperparams["learning_rate"], of px.Optimizer(optax.inject_hyperparams(optax.adam)(1e-3))'
+    ),
+    "load_own_variables": "assigning to each of optimizer.variables, after optimizer.build(variables)",
+    "minimize": "tape.gradient(loss, variables), then optimizer.apply_gradients(zip(gradients, variables))",
+    "save_own_variables": "optimizer.variables, which pickle by their values",
+}
+"""Names of Keras optimizers."""
+
+
 def no_such(owner: str, name: str, names: dict[str, str]) -> AttributeError:
     """The error for an attribute that does not exist."""
     here = names.get(name)

@@ -12,6 +12,7 @@ import optax
 
 from phalanx import _jax, state
 from phalanx._checks import counterparts
+from phalanx._tensorflow import OPTIMIZER, no_such
 from phalanx.distribute.collectives import all_reduce, check_op
 from phalanx.distribute.in_effect import get_strategy
 from phalanx.distribute.values import is_per_replica
@@ -227,6 +228,14 @@ class Optimizer:
                 new_values[v] = jnp.asarray(value, v.dtype)
         for v, value in new_values.items():
             place.store(v, value)
+
+    def __getattr__(self, name: str) -> Any:
+        raise no_such("'Optimizer'", name, OPTIMIZER)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in OPTIMIZER:
+            raise no_such("'Optimizer'", name, OPTIMIZER)
+        object.__setattr__(self, name, value)
 
     def __repr__(self) -> str:
         built = f"{len(self._updated)} variables" if self._updated else "not built"

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from phalanx import state
+from phalanx.data.dataset import DistributedDataset
 from phalanx.distribute.strategy import Strategy
 from phalanx.distribute.values import is_per_replica
 from phalanx.errors import ArgumentError, ArgumentTypeError, StrategyError
@@ -29,7 +30,8 @@ def self_check(step: Callable[..., Any], batches: Iterable[Any], *, rtol: float 
 
     Args:
         step: a function of one batch, as in training (traced or not).
-        batches: elements of a distributed dataset; the first three are used.
+        batches: a distributed dataset, whose next loop starts where it would have, or some of its elements;
+            the first three are used.
         rtol: relative tolerance.
         atol: absolute tolerance.
 
@@ -80,7 +82,8 @@ def _elements(step: Any, batches: Any) -> list[Any]:
     if not callable(step):
         raise ArgumentTypeError(f"self_check: step must be a function, got {type(step).__name__} {step!r:.60}.")
     try:
-        elements = list(islice(iter(batches), _STEPS))
+        dataset = isinstance(batches, DistributedDataset)
+        elements = batches._peek(_STEPS) if dataset else list(islice(iter(batches), _STEPS))
     except TypeError as error:
         raise ArgumentTypeError(f"self_check: batches must be iterable, got {type(batches).__name__}.") from error
     leaves = [leaf for leaf in jax.tree.leaves(elements, is_leaf=is_per_replica) if is_per_replica(leaf)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from feeding import feeding_threads, replicas, rows_of, whole
 
+import phalanx as px
 from phalanx.errors import ArgumentError, ArgumentTypeError
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
@@ -217,6 +219,60 @@ def test_a_torch_loader_is_resumed_by_counting(torch):
     assert resumes_exactly(lambda: feed(torch.utils.data.DataLoader(data, batch_size=2)))
 
 
+def test_a_torch_loader_that_gives_batches_is_not_for_a_batch_size(torch):
+    rows = torch.utils.data.TensorDataset(torch.tensor(X))
+    sampler = torch.utils.data.BatchSampler(range(10), 4, drop_last=False)
+    stream = type("Stream", (torch.utils.data.IterableDataset,), {"__iter__": lambda self: iter(X)})()
+    Loader = torch.utils.data.DataLoader
+    for loader in (Loader(rows, 4), Loader(rows), Loader(rows, batch_sampler=sampler), Loader(stream, 2)):
+        with pytest.raises(
+            ArgumentError, match=r"DataLoader gives batches, .* Leave batch_size out .*, or let it give"
+        ):
+            feed(loader, 4)
+        with pytest.raises(ArgumentError, match="gives batches"):
+            list(feed(lambda loader=loader: loader, 4))
+    assert columns(feed(Loader(stream, batch_size=None), 4)) == X.tolist()
+
+
+def test_a_torch_loader_shuffled_by_the_epoch_is_resumed_exactly(torch):
+    rows = torch.utils.data.TensorDataset(torch.tensor(Y))
+
+    def loader(epoch):
+        order = torch.Generator().manual_seed(epoch)
+        return torch.utils.data.DataLoader(rows, batch_size=2, shuffle=True, generator=order)
+
+    dataset = feed(loader)
+    first, second = columns(dataset), columns(dataset)
+    assert first != second and sorted(first) == sorted(second) == Y.tolist()
+    assert resumes_exactly(lambda: feed(loader))
+
+
+@pytest.mark.parametrize("kind", ["torch", "tensorflow", "h5py", "pandas"])
+def test_arrays_of_other_libraries_are_no_arguments(kind, tmp_path):
+    module = library(kind)
+    with module.File(tmp_path / "x.h5", "w") if kind == "h5py" else contextlib.nullcontext() as file:
+        array = {
+            "torch": lambda: module.tensor(X),
+            "tensorflow": lambda: module.constant(X),
+            "h5py": lambda: file.create_dataset("x", data=X),
+            "pandas": lambda: module.Series(Y),
+        }[kind]()
+        strategy = replicas(2)
+        f, whatever = px.function(lambda x, **named: 1), lambda x: 1
+        nested = px.function(lambda: strategy.run(whatever, (array,)))
+        for call in (lambda: f(array), lambda: f(1, a=[array]), lambda: strategy.run(whatever, ((array,),)), nested):
+            with pytest.raises(
+                ArgumentTypeError, match=rf"argument.* is a \w+ of {kind}, .* pass np\.asarray\(tensor\)"
+            ):
+                call()
+        assert float(px.function(lambda x: x.sum())(np.asarray(array))) == np.asarray(array).sum()
+
+
+def test_a_torch_module_is_an_argument_like_other_objects(torch):
+    module = torch.nn.Linear(1, 1)
+    assert px.function(lambda module: jnp.ones(module.in_features))(module).shape == (1,)
+
+
 # ---- grain ---------------------------------------------------------------------------------------
 
 
@@ -262,6 +318,15 @@ def test_grain_map_datasets_give_batches_or_rows(grain):
         assert columns(dataset) == columns(dataset) == {"x": X.tolist(), "y": Y.tolist()}
 
 
+def test_grain_batches_are_not_for_a_batch_size(grain):
+    rows = grain.MapDataset.range(12)
+    batches = rows.batch(4), rows.batch(4).map(lambda x: x), rows.batch(4).to_iter_dataset(), rows.batch(4).repeat(2)
+    for source in (*batches, rows.to_iter_dataset().batch(4), grain_loader(grain, False, [grain.transforms.Batch(4)])):
+        with pytest.raises(ArgumentError, match="gives batches, and batch_size=4 would stack them"):
+            feed(source, 4)
+    assert columns(feed(rows.map(lambda x: x).shuffle(seed=1).to_iter_dataset(), 4)) != list(range(12))
+
+
 def test_a_grain_dataset_that_repeats_for_ever_has_no_length(grain):
     dataset = feed(grain.MapDataset.range(10).repeat(), 4)
     with pytest.raises(TypeError, match="does not tell"):
@@ -302,6 +367,16 @@ def test_tf_data_gives_batches_or_rows(tf):
     for dataset in (feed(rows.batch(4)), feed(rows, 4)):
         assert len(dataset) == 3
         assert columns(dataset) == columns(dataset) == {"x": X.tolist(), "y": Y.tolist()}
+
+
+def test_tf_batches_are_not_for_a_batch_size(tf):
+    rows = tf.data.Dataset.range(12)
+    batches = rows.batch(4), rows.batch(4).map(lambda x: x).prefetch(1), rows.padded_batch(4).shuffle(2).repeat(2)
+    for source in (*batches, rows.batch(2).rebatch(4), rows.batch(4, num_parallel_calls=2).take(2)):
+        with pytest.raises(ArgumentError, match="gives batches, and batch_size=4 would stack them"):
+            feed(source, 4)
+    for source in (rows.batch(4).unbatch().prefetch(1), rows.shuffle(3, seed=1).map(lambda x: x).cache()):
+        assert sorted(columns(feed(source, 4))) == list(range(12))
 
 
 def test_tf_data_of_unknown_or_endless_length_has_none(tf):
@@ -425,6 +500,11 @@ def py_dataset(batches=3, told=None):
             (told if told is not None else []).append("end")
 
     return Batches()
+
+
+def test_a_py_dataset_is_not_for_a_batch_size():
+    with pytest.raises(ArgumentError, match="gives batches, and batch_size=4"):
+        feed(py_dataset(), 4)
 
 
 def test_a_py_dataset_gives_batches_and_is_told_of_epochs():

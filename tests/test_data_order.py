@@ -75,6 +75,12 @@ def test_a_function_that_gives_arrays_can_be_shuffled():
 
 # ---- resuming ------------------------------------------------------------------------------------
 
+
+def epoch_of_batches(epoch):
+    """A source that shuffles itself, by its epoch."""
+    return iter(np.random.default_rng(epoch).permutation(ROWS).reshape(4, 4))
+
+
 SOURCES = {
     "array": lambda **o: replicas(2).distribute_dataset(ROWS, 4, **o),
     "shuffled": lambda **o: shuffled(2, 4, **o),
@@ -86,6 +92,7 @@ SOURCES = {
         [*ROWS[:12].reshape(3, 4), ROWS[12:13]], remainder="pad", **o
     ),
     "dropping": lambda **o: replicas(2).distribute_dataset(ROWS[:15], 4, remainder="drop", **o),
+    "function of the epoch": lambda **o: replicas(2).distribute_dataset(epoch_of_batches, **o),
     "function": lambda **o: replicas(2).distribute_datasets_from_function(lambda _: list(ROWS.reshape(8, 2)), **o),
 }
 
@@ -158,6 +165,41 @@ def test_batches_of_single_replicas_go_on_with_another_number_of_replicas(before
     assert {rows.size for rows, _ in elements} == {2 * after}
 
 
+KINDS = {
+    "rows": lambda: replicas(2).distribute_dataset(ROWS, 4),
+    "items": lambda: replicas(2).distribute_dataset(iter(ROWS), 4),
+    "function": lambda: replicas(2).distribute_dataset(lambda: iter(ROWS), 4),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_goes_on_with_its_kind_of_source_only(kind):
+    for other, make in KINDS.items():
+        stopped, resumed = KINDS[kind](), make()
+        next(iter(stopped))
+        if other == kind:
+            resumed.load_state_dict(stopped.state_dict())
+            assert rows_of(resumed) == ROWS.reshape(4, 4)[1:].tolist()
+        else:
+            with pytest.raises(ArgumentError, match=f"of another kind of source, '{kind}'; this one is of '{other}'"):
+                resumed.load_state_dict(stopped.state_dict())
+
+
+def test_after_a_loop_that_was_left_the_next_one_is_the_next_epoch_unless_the_state_is_loaded():
+    def left(dataset):
+        return whole(next(iter(dataset))).tolist()
+
+    dataset, run = shuffled(2, 4), shuffled(2, 4)
+    epochs = [rows_of(run), rows_of(run)]
+    assert left(dataset) == epochs[0][0]
+    state = dataset.state_dict()
+    assert (state["epoch"], state["element"]) == (0, 1)
+    assert left(dataset) == epochs[1][0]
+    dataset.load_state_dict(state)
+    assert rows_of(dataset) == epochs[0][1:]
+    assert dataset.state_dict()["epoch"] == 1
+
+
 def test_a_state_is_plain_python():
     state = shuffled(seed=np.int64(3), batch_size=np.int32(8)).state_dict()
     assert json.loads(json.dumps(state)) == state
@@ -198,9 +240,23 @@ def test_an_iterator_that_was_read_cannot_go_back_but_a_new_one_is_read_up_to_th
         (lambda: {**shuffled(2, 4).state_dict(), "epoch": -1}, "load_state_dict takes what state_dict gave"),
         (lambda: {**shuffled(2, 4).state_dict(), "seed": 1.5}, "load_state_dict takes what state_dict gave"),
         (lambda: {**shuffled(2, 4).state_dict(), "rows": [4]}, "load_state_dict takes what state_dict gave"),
+        (lambda: {**shuffled(2, 4).state_dict(), "kind": 1}, "load_state_dict takes what state_dict gave"),
+        (lambda: shuffled(2, 4, seed=5).state_dict(), "with seed=5; this one has seed=3, .* Leave seed out"),
         (lambda: shuffled(2, 8).state_dict(), "with batch_size=8; this one has 4, and would go on at another row"),
     ],
-    ids=["incomplete", "none", "not shuffled", "other data", "text", "negative", "float", "list", "other batches"],
+    ids=[
+        "incomplete",
+        "none",
+        "not shuffled",
+        "other data",
+        "text",
+        "negative",
+        "float",
+        "list",
+        "number",
+        "other seed",
+        "other batches",
+    ],
 )
 def test_a_foreign_state_is_refused_and_changes_nothing(other, message):
     dataset = shuffled(2, 4)

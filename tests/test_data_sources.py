@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import namedtuple
+from functools import partial
+from itertools import count
 
 import jax
 import jax.numpy as jnp
@@ -82,7 +84,9 @@ def test_a_memory_map_is_read_batch_by_batch(tmp_path):
 
 def test_arrays_need_a_batch_size():
     for source in (np.arange(4), (np.arange(4), np.arange(4)), {"x": np.arange(4)}):
-        with pytest.raises(ArgumentError, match="arrays need batch_size"):
+        with pytest.raises(
+            ArgumentError, match=r"arrays need batch_size, .* replicas: \S+\(arrays, batch_size=\.\.\.\)\.$"
+        ):
             replicas(1).distribute_dataset(source)
 
 
@@ -130,6 +134,13 @@ def test_columns_that_are_lists_are_refused(source):
         replicas(2).distribute_dataset(source, 2)
 
 
+def test_columns_in_a_list_of_lists_are_refused_in_few_words():
+    with pytest.raises(ArgumentError, match=r"columns would be a tuple of arrays, \(np.array\(x\)") as error:
+        list(replicas(2).distribute_dataset([np.ones((100, 4)).tolist(), list(range(100))], 32))
+    assert "and so on (400 arrays), found" in str(error.value)
+    assert len(str(error.value)) < 500
+
+
 def test_a_list_of_numbers_is_an_iterable_of_rows():
     assert rows_of(replicas(2).distribute_dataset([1.0, 2.0, 3.0, 4.0], 2)) == [[1, 2], [3, 4]]
 
@@ -157,6 +168,25 @@ def test_a_class_is_called_for_each_pass_like_a_function():
             return iter([np.arange(4.0)])
 
     assert rows_of(replicas(2).distribute_dataset(Batches)) == [[0, 1, 2, 3]]
+
+
+def test_a_function_with_one_parameter_is_told_the_epoch():
+    def with_default(epoch, rows=4):
+        return [np.full(rows, epoch)]
+
+    class Rows:
+        def of(self, epoch, *more, **named):
+            return [np.full(4, epoch)]
+
+    strategy = replicas(2)
+    for source in (with_default, lambda epoch: with_default(epoch), Rows().of, partial(with_default, rows=4)):
+        dataset = strategy.distribute_dataset(source)
+        assert dataset.element_spec.shape == (2,)
+        assert [rows_of(dataset) for _ in range(3)] == [[[0] * 4], [[1] * 4], [[2] * 4]]
+    for source in (lambda epoch=7: with_default(epoch), lambda *epoch: with_default(7), partial(with_default, 7)):
+        assert rows_of(strategy.distribute_dataset(source)) == [[7] * 4]
+    with pytest.raises(ArgumentTypeError, match=r"needs epoch, rows\. A source function is called with the number"):
+        strategy.distribute_dataset(lambda epoch, rows: [])
 
 
 def test_a_function_that_gives_a_function_is_refused():
@@ -244,6 +274,41 @@ def test_element_spec_is_that_of_each_replicas_part():
     assert dataset.element_spec == ({"x": x, "y": y}, jax.ShapeDtypeStruct((2,), np.float32))
     element = next(iter(dataset))
     assert jax.tree.map(lambda part: (part.shape, part.dtype), element[0]["x"].values[0]) == (x.shape, x.dtype)
+
+
+def test_element_spec_is_known_from_what_was_fed_and_else_asked_for_once():
+    for fed_before in (False, True):
+        passes = count()
+        asked = []
+
+        def source(passes=passes, asked=asked):
+            asked.append(next(passes))
+            return iter([np.ones((4, 2)), np.ones((2, 2))])
+
+        dataset = replicas(2).distribute_dataset(source)
+        if fed_before:
+            next(iter(dataset))
+        assert dataset.element_spec == dataset.element_spec == jax.ShapeDtypeStruct((2, 2), np.float32)
+        assert asked == [0]
+        assert len(list(dataset)) == 2
+        assert dataset.element_spec.shape == (2, 2)
+
+
+def test_element_spec_is_not_that_of_a_smaller_last_element():
+    dataset = replicas(2).distribute_dataset(np.ones((6, 3)), 4)
+    first, last = iter(dataset), replicas(2).distribute_dataset(np.ones((6, 3)), 4)
+    next(first)
+    last.load_state_dict(dataset.state_dict())
+    assert [element.values[0].shape for element in last] == [(1, 3)]
+    assert last.element_spec.shape == (2, 3)
+
+
+def test_element_spec_of_an_iterator_is_known_after_its_first_element():
+    dataset = replicas(2).distribute_dataset(iter([np.ones((4, 2))]))
+    with pytest.raises(ArgumentError, match="read only once. Ask after the first element"):
+        _ = dataset.element_spec
+    next(iter(dataset))
+    assert dataset.element_spec.shape == (2, 2)
 
 
 def test_element_spec_of_an_iterable_reads_its_first_element_only():

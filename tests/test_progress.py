@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 import sys
+from operator import length_hint
 
 import jax
 import jax.numpy as jnp
@@ -83,14 +84,66 @@ def test_without_a_length_there_is_no_total_and_no_time_left(clock, capsys):
     assert lines(capsys) == ["train: 1", "train: 2  0.1 steps/s", "train: 3  0.1 steps/s", "train: 3  0.1 steps/s"]
 
 
-def test_a_loop_that_is_left_shows_where_it_was(capsys):
+def test_a_loop_that_is_left_counts_the_item_that_it_was_left_with(capsys):
     for i in px.progress(range(10), "train"):
         if i == 3:
             break
     with pytest.raises(ZeroDivisionError):
         for i in px.progress(range(10), "test"):
             _ = 1 / (i - 2)
-    assert [line.split("  ")[0] for line in lines(capsys)] == ["train: 3/10", "test: 2/10"]
+    assert [line.split("  ")[0] for line in lines(capsys)] == ["train: 4/10", "test: 3/10"]
+
+
+@pytest.mark.parametrize("remainder", ["pad", "drop"])
+def test_a_resumed_pass_goes_on_counting(remainder, clock, capsys):
+    dataset = replicas(2).distribute_dataset(np.arange(26), 4, remainder=remainder)
+    iterator, total = iter(dataset), len(dataset)
+    next(iterator), next(iterator)
+    dataset.load_state_dict(dataset.state_dict())
+    for _ in px.progress(dataset, "resumed"):
+        clock.now += 1.0
+    last = lines(capsys)[-1]
+    assert last.startswith(f"resumed: {total}/{total}  1.0 steps/s")
+    for _ in px.progress(dataset, "next"):
+        clock.now += 1.0
+    assert lines(capsys)[-1].startswith(f"next: {total}/{total}")
+    assert length_hint(iterator, -1) == total - 2
+
+
+def test_a_hint_that_fails_is_none(capsys):
+    class Hinting:
+        def __init__(self):
+            self.items = iter([1, 2])
+
+        def __iter__(self):
+            return self
+
+        def __len__(self):
+            return 2
+
+        def __next__(self):
+            return next(self.items)
+
+        def __length_hint__(self):
+            raise ValueError
+
+    for items in (Hinting(), iter([1, 2])):
+        assert list(px.progress(items, "train")) == [1, 2]
+    assert [line.split()[1] for line in lines(capsys)] == ["2/2", "2"]
+
+
+def test_numbers_are_given_by_name():
+    with pytest.raises(
+        ArgumentTypeError, match=r"update\(loss=loss\), or update\(\*\*metrics\) for a dict; got {'loss': 3.0}"
+    ):
+        px.progress([1]).update({"loss": 3.0})
+
+
+def test_counts_are_shown_in_full_and_other_numbers_with_four_digits(capsys):
+    for _ in (bar := px.progress([1], "train")):
+        bar.update(count=12345678, rows=jnp.float32(123456), loss=1234.5678, tiny=1.23456e-7, huge=1e20, bad=np.inf)
+    (line,) = lines(capsys)
+    assert line.endswith("count 12345678  rows 123456  loss 1235  tiny 1.235e-07  huge 1e+20  bad inf")
 
 
 def test_items_and_length_are_those_of_what_is_wrapped():

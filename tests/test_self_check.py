@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import jax
@@ -71,6 +72,37 @@ def test_a_right_step_is_equal_and_changes_nothing(strategy, traced):
     assert all(len(v.components) == 4 for v in (training.w, training.mean, *training.optimizer.variables))
     step(next(iter(dataset(strategy))))
     assert int(training.seen) == 32
+
+
+@pytest.mark.parametrize("taken", [0, 1, 3])
+def test_a_dataset_goes_on_where_it_would_have(strategy, taken):
+    def make():
+        x = np.arange(24, dtype=np.float32)
+        return strategy.distribute_dataset(x, batch_size=8, shuffle=True, seed=0)
+
+    def rows(batches):
+        return [np.asarray(batch.stacked).tolist() for batch in batches]
+
+    def step(batch):
+        strategy.run(lambda x: total.assign_add(x.sum()), args=(batch,))
+
+    with strategy.scope():
+        total = px.Variable(0.0, aggregation="sum")
+    checked, other = make(), make()
+    for dataset in (checked, other):
+        stopped = make()
+        rows(stopped)
+        rows(itertools.islice(stopped, taken))
+        dataset.load_state_dict(stopped.state_dict())
+    assert px.self_check(step, checked) == "equal"
+    assert checked.state_dict() == other.state_dict()
+    assert [rows(checked), rows(checked)] == [rows(other), rows(other)]
+    inside = iter(checked)
+    next(inside)
+    assert px.self_check(step, checked) == "equal"
+    assert checked.state_dict()["element"] == 1
+    next(inside)
+    assert checked.state_dict()["element"] == 2
 
 
 def test_a_wrong_step_names_the_first_variable_that_differs(strategy):

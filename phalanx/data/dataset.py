@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import jax
@@ -80,13 +81,15 @@ class DistributedDataset:
         self._items = self._replicas if per_replica else 1
         """Of the source in a batch."""
         self._rows = self._rows_per_element()
+        self._seed_given = None if seed is None else int(seed)
         seed = _seed(seed, self._group.leads) if shuffle else None
-        self._source: Source = as_source(source, self._rows, (seed or 0) if shuffle else None)
+        self._source: Source = as_source(source, self._rows, (seed or 0) if shuffle else None, per_replica)
         self._source.seed, self._length = self._agree(shuffle, seed)
         self._epoch = 0
         self._resume: dict[str, Any] | None = None
         self._position = self._start_of(0)
         self._started = False
+        self._spec: Any = None
         self._check_rows()
         self._announce()
 
@@ -153,20 +156,31 @@ class DistributedDataset:
     def element_spec(self) -> Any:
         """Structure of an element, with a ``jax.ShapeDtypeStruct`` of each replica's part.
 
-        It is that of the first element, for which the source is asked; it must be one that can be iterated
-        again.
+        It is known from the first full element that was made. Before there is one, the source is asked for it,
+        once: a pass begins and is left, which a source with state of its own (a generator of random numbers, a
+        counter of epochs) notices. Ask after the first element then.
+
+        Raises:
+            ArgumentError: before the first element when the source can be read only once, or gives no batch.
         """
-        if not self._source.reiterable:
-            raise ArgumentError("element_spec: this source can be read only once; look at an element instead.")
-        batcher = self._batcher(self._rows)
-        batches = batcher.batches(self._source.elements(self._epoch, 0, None), 0)
-        first = next((batch for batch, _ in batches if batch is not None), None)
-        if first is None:
-            raise ArgumentError("element_spec: the source gives no batch.")
-        dtype = jax.dtypes.canonicalize_dtype
-        return jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct((a.shape[0] // self._replicas, *a.shape[1:]), dtype(a.dtype)), first
-        )
+        if self._spec is None:
+            if not self._source.reiterable:
+                raise ArgumentError(
+                    "element_spec: this source can be read only once. Ask after the first element was handed out."
+                )
+            batches = self._batcher(self._rows).batches(self._source.elements(self._epoch, 0, None), 0)
+            first = next((batch for batch, _ in batches if batch is not None), None)
+            if first is None:
+                raise ArgumentError("element_spec: the source gives no batch.")
+            self._spec = self._spec_of(first)
+        return self._spec
+
+    def _spec_of(self, batch: Any) -> Any:
+        def of(rows: np.ndarray[Any, Any]) -> jax.ShapeDtypeStruct:
+            shape = (rows.shape[0] // self._replicas, *rows.shape[1:])
+            return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(rows.dtype))
+
+        return jax.tree.map(of, batch)
 
     # ---- iterating ----
 
@@ -181,7 +195,17 @@ class DistributedDataset:
         self._resume = None
         self._started = True
         self._epoch = start["epoch"] + 1
-        return _Outside(self._iterate(start, self._group.begin()))
+        left = None if self._length is None else self._length - -(-start["element"] // self._items)
+        return _Outside(self._iterate(start, self._group.begin()), left)
+
+    def _peek(self, count: int) -> list[Any]:
+        """The first elements of a pass; the next iteration starts where it would have."""
+        kept = self._epoch, self._resume, self._position
+        self._resume = None
+        try:
+            return list(islice(iter(self), count))
+        finally:
+            self._epoch, self._resume, self._position = kept
 
     def _iterate(self, start: dict[str, Any], table: Any) -> Iterator[Any]:
         def to_devices(host: Positioned) -> tuple[list[Any], list[Any]]:
@@ -213,6 +237,8 @@ class DistributedDataset:
         for number, (batch, after) in enumerate(batches, 1):
             if batch is not None:
                 given += 1
+                if self._spec is None and jax.tree.leaves(batch)[0].shape[0] >= batcher.size * self._items:
+                    self._spec = self._spec_of(batch)
                 element = first + number * self._items
                 yield batch, {**start, "element": element, "source": after, "rows": batcher.size}
         if first == number == 0 and not batcher.layout.types:
@@ -255,22 +281,33 @@ class DistributedDataset:
         """
         source = self._source
         size = source.length if source.rows is None else source.rows
-        return {**self._position, "seed": source.seed, "batch_size": self._batch_size, "size": size}
+        settings = {"kind": source.kind, "seed": source.seed, "batch_size": self._batch_size, "size": size}
+        return {**self._position, **settings}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next iteration start where `state` was taken.
 
         After the last element of a pass that is its end: the next iteration gives nothing, and the one after
-        it the next pass.
+        it the next pass. The order of a state that was shuffled is that of its own seed.
 
         Raises:
-            ArgumentError: for a state of another kind of dataset.
+            ArgumentError: for a state of another kind of source, or of other settings.
         """
         own = self.state_dict()
         if not isinstance(state, dict) or state.keys() != own.keys() or not _is_position(state):
             raise ArgumentError(f"load_state_dict takes what state_dict gave, got {state!r:.80}.")
+        if state["kind"] != own["kind"]:
+            raise ArgumentError(
+                f"load_state_dict: the state is of another kind of source, {state['kind']!r}; this one is of"
+                f" {own['kind']!r}."
+            )
         if (state["seed"] is None) != (own["seed"] is None):
             raise ArgumentError("load_state_dict: the state is of a dataset with another setting of shuffle.")
+        if self._seed_given not in (None, state["seed"]):
+            raise ArgumentError(
+                f"load_state_dict: the state is of a dataset with seed={state['seed']}; this one has"
+                f" seed={self._seed_given}, and would go on in another order. Leave seed out: the state has it."
+            )
         if state["batch_size"] != own["batch_size"]:
             raise ArgumentError(
                 f"load_state_dict: the state is of a dataset with batch_size={state['batch_size']}; this one has"
@@ -344,7 +381,8 @@ def _is_position(state: dict[str, Any]) -> bool:
 
     unknown = ("rows", "seed", "batch_size", "size")
     return (
-        counts(state["epoch"])
+        isinstance(state["kind"], str)
+        and counts(state["epoch"])
         and counts(state["element"])
         and all(state[key] is None or counts(state[key]) for key in unknown)
     )
@@ -353,12 +391,18 @@ def _is_position(state: dict[str, Any]) -> bool:
 class _Outside(Iterator[Any]):
     """An iterator that is not to be asked while a program is traced: its items would become constants of it."""
 
-    def __init__(self, items: Iterator[Any]) -> None:
+    def __init__(self, items: Iterator[Any], left: int | None) -> None:
         self._items = items
+        self._left = left
 
     def __next__(self) -> Any:
         _refuse_traces()
-        return next(self._items)
+        item = next(self._items)
+        self._left = None if self._left is None else self._left - 1
+        return item
+
+    def __length_hint__(self) -> int:
+        return NotImplemented if self._left is None else max(0, self._left)
 
 
 def _refuse_traces() -> None:

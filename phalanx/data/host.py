@@ -6,7 +6,7 @@ Libraries are recognised by the modules of their types, and never imported for i
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -14,17 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from phalanx._checks import is_numeric
+from phalanx._checks import ARRAY_LIBRARIES, is_numeric, packages
 from phalanx.distribute.values import PerReplica, is_per_replica
 from phalanx.errors import ArgumentError, ArgumentTypeError
 from phalanx.variables import Variable
 
 Array = np.ndarray[Any, Any]
 
-
-def packages(value: Any) -> set[str]:
-    """The packages that the value's type and its base classes come from."""
-    return {base.__module__.partition(".")[0] for base in type(value).__mro__}
+_FEW = 8
+"""Paths that a message lists."""
 
 
 # ---- one array -----------------------------------------------------------------------------------
@@ -34,8 +32,7 @@ def is_array(value: Any) -> bool:
     """Whether rows of `value` can be read by index."""
     if isinstance(value, (np.ndarray, jax.Array, Variable, PerReplica)):
         return True
-    libraries = {"h5py", "pandas", "torch", "tensorflow"}
-    return hasattr(value, "shape") and not libraries.isdisjoint(packages(value))
+    return hasattr(value, "shape") and not ARRAY_LIBRARIES.isdisjoint(packages(value))
 
 
 def as_rows(array: Any, what: str) -> Any:
@@ -196,7 +193,7 @@ class Layout:
         if self._structure is None:
             self._structure, self.types = arrays.structure, found
         if found.keys() != self.types.keys():
-            self._refuse(what, sorted(found.keys() ^ self.types.keys())[0], list(self.types), list(found))
+            self._refuse(what, sorted(found.keys() ^ self.types.keys())[0], _few(self.types), _few(found))
         for path, type_ in found.items():
             if type_ != self.types[path]:
                 self._refuse(what, path, _shown(self.types[path]), _shown(type_))
@@ -208,6 +205,12 @@ class Layout:
             f"distribute_dataset: {what} differs from the first in {path}: expected {expected}, found {found}"
             f" ({self._of_what})."
         )
+
+
+def _few(paths: Iterable[str]) -> str:
+    """Paths, of very many the first ones."""
+    paths = list(paths)
+    return f"{paths[:_FEW]} and so on ({len(paths)} arrays)" if len(paths) > _FEW else str(paths)
 
 
 def _shown(type_: tuple[tuple[int, ...], np.dtype[Any]]) -> str:

@@ -5,10 +5,12 @@ They are recognised by the modules of their types; none is imported for it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
-from phalanx.data.host import host_array, packages
+from phalanx._checks import packages
+from phalanx.data.host import host_array
 from phalanx.errors import ArgumentTypeError
 
 Kind = Literal["datasets", "grain", "keras", "tensorflow", "torch"]
@@ -51,6 +53,35 @@ def kind(value: Any) -> Kind | None:
     if "torch" in bases and (hasattr(value, "__iter__") or hasattr(value, "__getitem__")):
         return "torch"
     return None
+
+
+_KEEPS_ROWS = re.compile(r"_?(Parallel)?(Cache|Filter|Map|Options|Prefetch|Repeat|Shuffle|Skip|Slice|Take)")
+"""Steps of tf.data and grain that give batches where they get batches, by the names of their types."""
+
+
+def gives_batches(value: Any) -> bool:
+    """Whether the items of `value` are batches and no rows, where its library tells."""
+    library = kind(value)
+    if library == "keras":
+        return True
+    if library == "torch":
+        return getattr(value, "batch_sampler", None) is not None
+    if library not in ("grain", "tensorflow"):
+        return False
+    steps = [*getattr(value, "_operations", ())][-1:] or [value]  # those of a grain loader
+    while len(steps) == 1:
+        name = type(steps[0]).__name__
+        if re.search("Batch|Rebatch", name):
+            return True
+        if not _KEEPS_ROWS.match(name):
+            return False
+        steps = _inputs(steps[0])
+    return False
+
+
+def _inputs(step: Any) -> list[Any]:
+    """What a step of tf.data or grain reads from."""
+    return list(step._inputs() if hasattr(step, "_inputs") else getattr(step, "parents", ()))
 
 
 def batches(library: Kind, dataset: Any) -> tuple[Callable[[], Iterable[Any]], int | None]:

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, suppress
 from datetime import timedelta
+from operator import length_hint
 from typing import Any, Generic, Protocol, TypeVar
 
 import jax
@@ -23,6 +24,9 @@ _UNSHOWN = 64
 
 _LONG_SECONDS = 100 * 24 * 3600.0
 """A time that long is not shown."""
+
+_LONG_COUNT = 1e15
+"""Whole numbers from here on are rounded like others."""
 
 
 class _Display(Protocol):
@@ -46,8 +50,17 @@ class Progress(Generic[T]):
         self._unshown: deque[dict[str, Any]] = deque(maxlen=_UNSHOWN)
         self._shown: dict[str, str] = {}
 
-    def update(self, **metrics: Any) -> None:
-        """Show these numbers next to the bar as soon as the devices have them; the loop does not wait."""
+    def update(self, *unnamed: Any, **metrics: Any) -> None:
+        """Show these numbers next to the bar as soon as the devices have them; the loop does not wait.
+
+        Raises:
+            ArgumentTypeError: for a number without a name.
+        """
+        if unnamed:
+            raise ArgumentTypeError(
+                f"progress.update takes numbers by name, update(loss=loss), or update(**metrics) for a dict; got"
+                f" {unnamed[0]!r:.60}."
+            )
         self._unshown.append({name: v.value if isinstance(v, Variable) else v for name, v in metrics.items()})
 
     def __len__(self) -> int:
@@ -62,21 +75,23 @@ class Progress(Generic[T]):
             yield from self._shown_on(_display(self._description, total, stack), total)
 
     def _shown_on(self, display: _Display, total: int | None) -> Iterator[T]:
-        done, finished = 0, False
+        items = iter(self._iterable)
+        done = before = _already_done(items, total)
+        finished = False
         start = last = time.perf_counter()
         try:
-            for item in self._iterable:
+            for item in items:
+                done += 1  # in a loop that is left here, too: the item was handed out
                 yield item
-                done += 1
                 now = time.perf_counter()
-                if done == 1:
+                if done - before == 1:
                     start = now  # the first step compiles
                 if now - last >= display.seconds:
                     last = now
-                    display.show(done, total, _per_second(done, now - start), self._metrics(wait=False))
+                    display.show(done, total, _per_second(done - before, now - start), self._metrics(wait=False))
             finished = True
         finally:
-            speed = _per_second(done, time.perf_counter() - start)
+            speed = _per_second(done - before, time.perf_counter() - start)
             display.show(done, total, speed, self._metrics(wait=finished))
 
     def _metrics(self, wait: bool) -> str:
@@ -91,6 +106,16 @@ class Progress(Generic[T]):
         return "  ".join(f"{name} {value}" for name, value in self._shown.items())
 
 
+def _already_done(items: Iterator[Any], total: int | None) -> int:
+    """Items of a pass that was resumed, before the first one that it gives now."""
+    if total is None:
+        return 0
+    try:
+        return max(0, total - length_hint(items, total))
+    except (TypeError, ValueError):  # whatever a class of the user's does where it cannot tell
+        return 0
+
+
 def _per_second(done: int, seconds_since_first: float) -> float:
     return (done - 1) / seconds_since_first if done > 1 and seconds_since_first else 0.0
 
@@ -103,7 +128,8 @@ def _is_ready(value: Any) -> bool:
 def _text(value: Any) -> str | None:
     """The value as it is shown; None for one that is gone (donated) or cannot be computed: no metric ends a run."""
     try:
-        return f"{float(value):.4g}"
+        number = float(value)
+        return f"{number:.0f}" if number.is_integer() and abs(number) < _LONG_COUNT else f"{number:.4g}"
     except (TypeError, ValueError, OverflowError):
         with suppress(Exception):
             return str(value)

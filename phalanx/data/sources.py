@@ -6,6 +6,7 @@ users give is turned into one by `as_source`; what the libraries' datasets need 
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count, islice
@@ -19,6 +20,8 @@ from phalanx.data.host import Arrays, Layout, as_rows, check_numeric, check_same
 from phalanx.errors import ArgumentError, ArgumentTypeError
 
 Element = Any
+
+_OF_ROWS = "shapes and dtypes of single rows; columns would be a tuple of arrays, (np.array(x), np.array(y))"
 Positioned = tuple[Element, Any]
 """An element, and the source's own state after it (None where counting elements is enough)."""
 
@@ -26,6 +29,8 @@ Positioned = tuple[Element, Any]
 class Source(ABC):
     """Elements in order, one pass after another."""
 
+    kind: str
+    """Sources of one kind take each other's positions."""
     reiterable = True
     length: int | None = None
     """Elements in one pass, where it is known."""
@@ -41,6 +46,8 @@ class Source(ABC):
 
 class RowSource(Source):
     """Rows that can be read by index, some of them at a time."""
+
+    kind = "rows"
 
     def __init__(self, count: int, read: Callable[[Any], Element], batch_size: int, seed: int | None) -> None:
         self._count = count
@@ -67,6 +74,8 @@ class RowSource(Source):
 class IterableSource(Source):
     """Anything that can be iterated; each item is an element."""
 
+    kind = "items"
+
     def __init__(self, make: Callable[[], Iterable[Element]], length: int | None, reiterable: bool) -> None:
         self._make = make
         self.length = length
@@ -78,15 +87,18 @@ class IterableSource(Source):
 
 
 class FunctionSource(Source):
-    """A function that gives a new source for each pass."""
+    """A function that gives a new source for each pass, and may ask for its number."""
 
-    def __init__(self, make: Callable[[], Any], batch_size: int | None, seed: int | None) -> None:
+    kind = "function"
+
+    def __init__(self, make: Callable[..., Any], batch_size: int | None, seed: int | None) -> None:
         self._make = make
+        self._takes_epoch = _takes_epoch(make)
         self._batch_size = batch_size
         self.seed = seed
 
     def elements(self, epoch: int, start: int, state: Any) -> Iterator[Positioned]:
-        made = as_source(self._make(), self._batch_size, self.seed)
+        made = as_source(self._make(epoch) if self._takes_epoch else self._make(), self._batch_size, self.seed)
         if isinstance(made, FunctionSource):
             raise ArgumentTypeError(
                 f"distribute_dataset: the function {self._make!r:.60} gave a function, {made._make!r:.60}, and no data."
@@ -96,6 +108,8 @@ class FunctionSource(Source):
 
 class IndexedSource(Source):
     """Items by index (keras.utils.PyDataset, which is told when a pass begins and ends; a torch Dataset)."""
+
+    kind = "items"
 
     def __init__(self, items: Any, length: int | None) -> None:
         self._items = items
@@ -115,6 +129,8 @@ class IndexedSource(Source):
 
 class CheckpointedSource(Source):
     """What makes iterators that tell and take their own state (grain)."""
+
+    kind = "grain"
 
     def __init__(self, dataset: Iterable[Element], length: int | None) -> None:
         self._dataset = dataset
@@ -136,6 +152,7 @@ class StackedSource(Source):
     def __init__(self, items: Source, count: int) -> None:
         self._items = items
         self._count = count
+        self.kind = items.kind
         self.reiterable = items.reiterable
         self.rows = items.length
         self.length = None if items.length is None else -(-items.length // count)
@@ -143,7 +160,7 @@ class StackedSource(Source):
     def elements(self, epoch: int, start: int, state: Any) -> Iterator[Positioned]:
         first = start * self._count
         items = enumerate(self._items.elements(epoch, first if state is None else 0, state), first)
-        layout = Layout(0, "shapes and dtypes of single rows")
+        layout = Layout(0, _OF_ROWS)
         while True:
             rows: list[Arrays] = []
             after: Any = None
@@ -161,18 +178,24 @@ class StackedSource(Source):
 # ---- what users give -----------------------------------------------------------------------------
 
 
-def as_source(given: Any, batch_size: int | None, seed: int | None) -> Source:
+def as_source(given: Any, batch_size: int | None, seed: int | None, per_replica: bool = False) -> Source:
     """The source behind whatever the user gave.
 
-    `seed` is None without shuffling, which needs rows that can be read by index.
+    `seed` is None without shuffling, which needs rows that can be read by index. With `per_replica` the source
+    gives batches of one replica.
     """
     batches = isinstance(given, list) and batch_size is None
     table = None if batches else libraries.table(given) or _arrays(given)
     if table is not None:
+        if per_replica:
+            raise ArgumentError(
+                "distribute_datasets_from_function: the function returned arrays. It returns an iterable of batches,"
+                " each for one replica."
+            )
         if batch_size is None:
             raise ArgumentError(
-                "distribute_dataset: arrays need batch_size, the rows per batch over all replicas. (A function for"
-                " distribute_datasets_from_function returns an iterable of batches instead.)"
+                "distribute_dataset: arrays need batch_size, the rows per batch over all replicas:"
+                " strategy.distribute_dataset(arrays, batch_size=...)."
             )
         return RowSource(*table, batch_size, seed)
     if callable(given) and (isinstance(given, type) or not hasattr(given, "__iter__")):
@@ -183,7 +206,31 @@ def as_source(given: Any, batch_size: int | None, seed: int | None) -> Source:
             " datasets). Shuffle in the source instead: a DataLoader, grain and tf.data can."
         )
     source = _library_source(given) or _iterable_source(given)
-    return source if batch_size is None else StackedSource(source, batch_size)
+    if batch_size is None:
+        return source
+    if libraries.gives_batches(given):
+        raise ArgumentError(
+            f"distribute_dataset: {type(given).__name__} gives batches, and batch_size={batch_size} would stack them as"
+            " if they were rows. Leave batch_size out (each of its batches is then one for all replicas), or let it"
+            " give single rows: DataLoader(..., batch_size=None), a dataset without .batch()."
+        )
+    return StackedSource(source, batch_size)
+
+
+def _takes_epoch(make: Callable[..., Any]) -> bool:
+    """Whether the function has a parameter that must be given: the number of the pass."""
+    try:
+        parameters = inspect.signature(make).parameters.values()
+    except (TypeError, ValueError):  # some of C's have no signature
+        return False
+    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = [p.name for p in parameters if p.kind in by_place and p.default is p.empty]
+    if len(needed) > 1:
+        raise ArgumentTypeError(
+            f"distribute_dataset: the function {make!r:.60} needs {', '.join(needed)}. A source function is called with"
+            " the number of the epoch, or with nothing."
+        )
+    return bool(needed)
 
 
 def _arrays(given: Any) -> tuple[int, Callable[[Any], Any]] | None:

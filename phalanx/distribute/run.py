@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from phalanx import _jax, state
+from phalanx._checks import refuse_foreign_array
 from phalanx._signature import NUMBERS
 from phalanx._traced import Traced, trace
 from phalanx.distribute.divergence import hidden_variation
@@ -54,6 +55,7 @@ class _Arguments:
             )
             self._is_array.append(array)
             if not array:
+                refuse_foreign_array(leaf, f"strategy.run({name}): an argument")
                 continue
             parted = is_per_replica(leaf)
             if parted:

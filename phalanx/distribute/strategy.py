@@ -398,10 +398,12 @@ class Strategy:
 
         Args:
             source: arrays, tensors, pandas frames, or tuples and dicts of them (memory maps and HDF5 datasets are
-                read batch by batch), an iterable, a generator, a function that returns one, or a dataset of
-                PyTorch, grain, tf.data, Hugging Face or Keras.
+                read batch by batch), an iterable, a generator, or a dataset of PyTorch, grain, tf.data, Hugging
+                Face or Keras; or a function that returns one for each epoch, given its number if it takes one
+                argument. A source that shuffles itself must draw its order from that number to be resumed.
             batch_size: rows per batch, over all replicas. Needed for arrays. For iterables: stack this many
-                items; without it each item is a batch, whose arrays are split along axis 0.
+                items; without it each item is a batch, whose arrays are split along axis 0. Not for loaders
+                that give batches.
             remainder: what to do with a batch that is smaller than the others: ``"auto"`` (keep it if it
                 divides by the replicas, else an error), ``"pad"`` (by repeating its last row), ``"drop"`` or
                 ``"error"``.
@@ -419,7 +421,7 @@ class Strategy:
         Raises (also while iterating):
             UnevenBatchError: when a batch does not divide by the number of replicas.
             ArgumentError: when arrays differ in their number of rows or change their shape, there are none, or an
-                integer does not fit its dtype on the devices.
+                integer does not fit its dtype on the devices; and for batches where rows are expected.
             ArgumentTypeError: for strings, objects, and rows of different length.
             StrategyError: when it is iterated in a traced function.
 
