@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +23,8 @@ from phalanx.keras.accumulation import Accumulator
 from phalanx.keras.feed import Batch, Parts
 from phalanx.keras.reductions import Law, following
 from phalanx.keras.variables import assignments
+
+logger = logging.getLogger("phalanx")
 
 Logs = dict[str, Any]
 
@@ -46,7 +51,7 @@ class Steps:
         key = (kind, *(layer.trainable for layer in model._flatten_layers()))
         if key not in self._functions:
             self._functions[key] = function(step)
-        return self._functions[key]
+        return functools.partial(_timed, kind, self._functions[key])
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
@@ -125,6 +130,16 @@ class Steps:
             return np.concatenate([np.asarray(shard) for shard in shards])
 
         return jax.tree.map(rows, outputs, is_leaf=is_per_replica)
+
+
+def _timed(kind: str, run: Function[[Batch], Any], batch: Batch) -> Any:
+    """Run, and say how long it took where it had to be compiled first."""
+    traces, start = run.trace_count, time.perf_counter()
+    result = run(batch)
+    if run.trace_count > traces:
+        shapes = ", ".join(str(leaf.shape) for leaf in jax.tree.leaves(batch))
+        logger.info("%s compiled in %.1f s for arrays of shape %s", kind, time.perf_counter() - start, shapes)
+    return result
 
 
 def _repeated(step: Callable[[Any], Logs | None], data: Any, steps: int | None) -> Logs:

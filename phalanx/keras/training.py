@@ -169,6 +169,10 @@ class Loops:
         with self._on_the_strategy():
             return super().predict_on_batch(x)  # type: ignore[misc]
 
+    def sync_to_host(self: Any) -> None:
+        """Wait for the last step; the original, which shares all values, is then as it left them."""
+        jax.block_until_ready([v.value for v in (*self.variables, *self.optimizer.variables)])
+
     def self_check(self: Any, x: Any, y: Any = None, sample_weight: Any = None, batch_size: int | None = None) -> str:
         """Train three batches on one replica and on all of them, and compare; everything is then as it was.
 
