@@ -54,7 +54,11 @@ def run(name: str, replicas: int) -> str:
         timeout=240,
     )
     assert result.returncode == 0, result.stderr
-    assert not result.stderr, result.stderr
+    # Where TensorFlow is installed Keras imports it, and its C++ part introduces itself.
+    said = [
+        line for line in result.stderr.splitlines() if not re.match(r"WARNING: All log messages before|I0000 ", line)
+    ]
+    assert said == []
     return result.stdout
 
 
