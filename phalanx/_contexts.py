@@ -148,8 +148,13 @@ def refuse_foreign(variable: Variable, strategy: Any, action: str) -> None:
     """Raise when a variable of one strategy is used under another."""
     owner = variable.strategy
     if owner is not None and strategy is not None and owner is not strategy:
+        other = (
+            f"another {strategy!r}: make one strategy and use it throughout"
+            if repr(owner) == repr(strategy)
+            else f"{strategy!r}"
+        )
         raise StrategyError(
-            f"{variable.label} belongs to {owner!r} and is {action} under {strategy!r} at {_jax.user_line()}."
+            f"{variable.label} belongs to {owner!r} and is {action} under {other}, at {_jax.user_line()}."
             " Create the variable in the scope of the strategy that uses it."
         )
 

@@ -142,6 +142,11 @@ class DistributedDataset:
         seed = "" if self._source.seed is None else f", shuffled with seed {self._source.seed}"
         logger.info("dataset: %s%s%s", rows, batches, seed)
 
+    @property
+    def pads(self) -> bool:
+        """Whether rows are repeated to fill a batch up."""
+        return self._remainder == "pad"
+
     def __len__(self) -> int:
         """Batches in one pass.
 

@@ -123,6 +123,13 @@ class DatasetFeed(_keras.DataAdapter):  # type: ignore[misc]
             raise StrategyError(
                 f"The dataset was distributed by {dataset.strategy!r}, and the model is on {strategy!r}."
             )
+        if dataset.pads:
+            raise ArgumentError(
+                "The dataset fills short batches up (remainder='pad'), and Keras's losses and metrics would count these"
+                " rows. Give the source itself to the model, which counts every row once; or choose remainder='drop'."
+            )
+        if class_weight is not None and not _are_class_weights(class_weight):
+            raise ArgumentError(f"class_weight must be a dict from class numbers to weights, got {class_weight!r:.80}.")
         self._dataset = dataset
         self._strategy = strategy
         self._class_weight = class_weight
@@ -151,6 +158,10 @@ class DatasetFeed(_keras.DataAdapter):  # type: ignore[misc]
     def num_batches(self) -> int | None:
         """In one pass, if known."""
         return length_of(self._dataset)
+
+
+def _are_class_weights(given: Any) -> bool:
+    return isinstance(given, dict) and bool(given) and all(isinstance(c, (int, np.integer)) and c >= 0 for c in given)
 
 
 def _weights_of_rows(y: Any, table: Any) -> Any:

@@ -14,7 +14,7 @@ from phalanx._checks import check_flag
 from phalanx.distribute.in_effect import get_strategy
 from phalanx.distribute.mirrored import Mirrored
 from phalanx.distribute.strategy import Strategy
-from phalanx.errors import ArgumentTypeError
+from phalanx.errors import ArgumentError, ArgumentTypeError
 from phalanx.keras.steps import Steps
 from phalanx.keras.training import Loops, StatefulSteps
 
@@ -47,9 +47,19 @@ class Model(Loops, StatefulSteps, keras.Model):  # type: ignore[misc]
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        if cls is Model:  # of inputs and outputs: Keras would make this class, and all its subclasses, functional
+            return replicate(keras.Model(*args, **kwargs), get_strategy())
         model = super().__new__(cls, *args, **kwargs)
         model.__dict__["__phalanx_steps__"] = Steps(get_strategy())
         return model
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if args or {"inputs", "outputs"} & kwargs.keys():
+            raise ArgumentError(
+                f"{type(self).__name__}: a px.keras.Model is written with call(). For inputs and outputs make a"
+                " keras.Model(inputs, outputs), and px.keras.replicate it."
+            )
+        super().__init__(**kwargs)
 
     @property
     def _steps(self) -> Steps:  # type: ignore[override]
@@ -86,18 +96,25 @@ def replicate(model: Any, strategy: Strategy | None = None, synchronize_batch_no
         raise ArgumentTypeError(f"replicate takes a keras.Model, got {type(model).__name__}.")
     original = type(model)
     check_flag(synchronize_batch_norm, "replicate: synchronize_batch_norm")
-    steps = Steps(strategy or state.context().strategy or Mirrored(), synchronize_batch_norm)
+    if strategy is not None and not isinstance(strategy, Strategy):
+        raise ArgumentTypeError(f"replicate: strategy must be a strategy such as px.Mirrored(), got {strategy!r:.60}.")
+    steps = Steps(strategy or state.context().strategy or _on_all_devices(), synchronize_batch_norm)
     # What is written to files, copied and pickled is the original.
     body: dict[str, Any] = {name: _of(model, name) for name in ("save", "to_json", "__reduce__")}
     body |= {"__module__": original.__module__, "__qualname__": original.__qualname__}
     body["_steps"] = property(lambda self: steps)
-    bases: tuple[type, ...] = (Loops, original)
-    if not issubclass(original, StatefulSteps):
+    bases: tuple[type, ...] = (original,)
+    if not issubclass(original, Loops):
         bases = (Loops, StatefulSteps, original)
         body |= _own_steps(original)
     view: Any = object.__new__(type(original.__name__, bases, body))
     object.__setattr__(view, "__dict__", model.__dict__)  # not as Keras does it, which would track a copy
     return view
+
+
+@functools.cache
+def _on_all_devices() -> Strategy:
+    return Mirrored()
 
 
 def _of(model: Any, name: str) -> Callable[..., Any]:

@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -25,42 +22,7 @@ from phalanx.distribute.values import is_per_replica
 from phalanx.errors import ArgumentError
 from phalanx.keras import _keras
 from phalanx.keras._keras import keras
-
-
-@dataclass(frozen=True)
-class Law:
-    """How replicas' losses and gradients go together."""
-
-    op: ReduceOp = "sum"
-    rows_are_the_same: bool = False
-    """All replicas have the same rows, so that what each computes of them is complete."""
-    synchronize_batch_norm: bool = False
-    """Batch normalisation takes the moments of all replicas' rows."""
-    accumulate: Callable[[Any, list[Any], Any], list[Any] | None] | None = None
-    """Given an optimizer, gradients and variables: what to apply, or None for nothing yet."""
-
-
-class _Here(threading.local):
-    law = Law()
-
-
-_here = _Here()
-
-
-@contextmanager
-def following(law: Law) -> Iterator[None]:
-    """The law holds in the block."""
-    before, _here.law = _here.law, law
-    try:
-        yield
-    finally:
-        _here.law = before
-
-
-def _replicas_with_rows_of_their_own() -> int:
-    if not _jax.in_replica_trace() or _here.law.rows_are_the_same:
-        return 1
-    return int(state.context().strategy.num_replicas)
+from phalanx.keras.law import law, replicas_with_rows_of_their_own
 
 
 def _reduce(op: ReduceOp, values: list[Any]) -> list[Any]:
@@ -75,8 +37,9 @@ def _apply(original: Callable[..., Any]) -> Callable[..., Any]:
     def apply(optimizer: Any, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
         grads = list(grads)
         _check_scaled(optimizer)
-        if _here.law.accumulate is not None and any(map(_differs, grads)):
-            total = _here.law.accumulate(optimizer, grads, trainable_variables)
+        accumulate = law().accumulate
+        if accumulate is not None and any(map(_differs, grads)):
+            total = accumulate(optimizer, grads, trainable_variables)
             if total is None:
                 return None
             grads = total
@@ -115,9 +78,9 @@ def _differs(gradient: Any) -> bool:
 def _reduced(grads: list[Any]) -> list[Any]:
     """The gradients over all replicas; what is the same on all of them has been reduced already."""
     if not _jax.in_replica_trace():
-        return [g.strategy.reduce(_here.law.op, g) if is_per_replica(g) else g for g in grads]
+        return [g.strategy.reduce(law().op, g) if is_per_replica(g) else g for g in grads]
     differing = [i for i, g in enumerate(grads) if _differs(g)]
-    for i, total in zip(differing, _reduce(_here.law.op, [grads[i] for i in differing])):
+    for i, total in zip(differing, _reduce(law().op, [grads[i] for i in differing])):
         grads[i] = total
     return grads
 
@@ -133,14 +96,14 @@ def _reduce_losses(original: Callable[..., Any]) -> Callable[..., Any]:
         reduction: Any = "sum_over_batch_size",
         dtype: Any = None,
     ) -> Any:
-        n = _replicas_with_rows_of_their_own()
+        n = replicas_with_rows_of_their_own()
         if n == 1 or reduction in (None, "none"):
             return original(values, sample_weight, mask, reduction, dtype)
         weighted = original(values, sample_weight, mask, "none", dtype)
         share = jnp.sum(weighted)
         if reduction != "sum" or weighted.ndim == 0:  # one number for all rows, which Keras never sums
             share = _divided(share, _count_of_all(weighted, sample_weight, mask, reduction))
-        return share * n if _here.law.op == "mean" else share
+        return share * n if law().op == "mean" else share
 
     return reduce_weighted_values
 
@@ -161,6 +124,18 @@ def _divided(share: Any, count: Any) -> Any:
     return jnp.where(count != 0, share / jnp.where(count != 0, count, 1), 0)
 
 
+# ---- metrics -------------------------------------------------------------------------------------
+
+
+def _update_mean(original: Callable[..., Any]) -> Callable[..., Any]:
+    def update_state(metric: Any, values: Any, sample_weight: Any = None) -> Any:
+        if law().op == "mean" and sample_weight is None and jnp.ndim(values) == 0:
+            sample_weight = 1 / replicas_with_rows_of_their_own()  # one number for a batch, of which each has a part
+        return original(metric, values, sample_weight)
+
+    return update_state
+
+
 # ---- batch normalisation -------------------------------------------------------------------------
 
 
@@ -176,11 +151,11 @@ def _made(original: Callable[..., None]) -> Callable[..., None]:
 
 def _moments(original: Callable[..., Any]) -> Callable[..., Any]:
     def moments(layer: Any, inputs: Any, mask: Any) -> Any:
-        if not (layer.synchronized or _here.law.synchronize_batch_norm):
+        if not (layer.synchronized or law().synchronize_batch_norm):
             return original(layer, inputs, mask)
         axes = tuple(i for i in range(inputs.ndim) if i != layer.axis % inputs.ndim)
         weights = jnp.ones_like(inputs) if mask is None else jnp.broadcast_to(mask[..., None], inputs.shape)
-        alone = _replicas_with_rows_of_their_own() == 1
+        alone = replicas_with_rows_of_their_own() == 1
 
         def total(values: Any) -> Any:
             own = values.sum(axes, keepdims=True)
@@ -242,6 +217,7 @@ def install() -> None:
     for cls in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
         _keras.replace(cls, "apply", _apply)
         _keras.replace(cls, "scale_loss", _scale_loss)
+    _keras.replace(keras.metrics.Mean, "update_state", _update_mean)
     _keras.replace(keras.layers.BatchNormalization, "__init__", _made)
     _keras.replace(keras.layers.BatchNormalization, "_moments", _moments)
     _keras.replace(_keras.loss, "reduce_weighted_values", _reduce_losses)

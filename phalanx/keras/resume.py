@@ -9,12 +9,16 @@ from typing import Any
 import keras
 import numpy as np
 
+from phalanx.errors import ArgumentTypeError
+
 
 class Resume(keras.callbacks.Callback):  # type: ignore[misc]
     """Weights, seeds and optimizer of the model, as they were after its last whole epoch."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         super().__init__()
+        if not isinstance(folder, (str, os.PathLike)):
+            raise ArgumentTypeError(f"fit: resume must be the path of a folder, got {folder!r:.60}.")
         try:
             import orbax.checkpoint as ocp
         except ImportError as error:

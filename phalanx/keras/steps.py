@@ -10,18 +10,17 @@ from contextlib import contextmanager
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from phalanx.control_flow import scan
-from phalanx.distribute.in_effect import get_replica_context
 from phalanx.distribute.strategy import Strategy
 from phalanx.distribute.values import is_per_replica
+from phalanx.errors import ArgumentError
 from phalanx.function import Function, function
 from phalanx.keras import _keras
 from phalanx.keras.accumulation import Accumulator
 from phalanx.keras.feed import Batch, Parts
-from phalanx.keras.reductions import Law, following
+from phalanx.keras.law import Law, following
 from phalanx.keras.variables import assignments
 
 logger = logging.getLogger("phalanx")
@@ -77,7 +76,7 @@ class Steps:
 
             def replica_step(data: Any) -> Logs:
                 nonlocal loss_is_metric
-                with following(self._law(batch, data)), _counted_once(model, not batch.is_split):
+                with following(self._law(batch, data)):
                     before = _loss_updates(model)
                     logs = _repeated(step, data, batch.steps)
                     loss_is_metric = _loss_updates(model) > before
@@ -121,15 +120,20 @@ class Steps:
         return lambda parts: concatenated([self._to_host(run(part), part) for part in parts])
 
     def _to_host(self, outputs: Any, part: Batch) -> Any:
-        def rows(value: Any) -> Any:
-            if not is_per_replica(value):
-                return np.asarray(value)
-            shards = self.strategy.local_results(value)
-            if not part.is_split:
-                return np.asarray(shards[0])
-            return np.concatenate([np.asarray(shard) for shard in shards])
+        leaf = jax.tree.leaves(part.data, is_leaf=is_per_replica)[0]  # of a replica's part, where it has one
+        n, expected_rows = self.strategy.num_replicas, leaf.shape[0]
 
-        return jax.tree.map(rows, outputs, is_leaf=is_per_replica)
+        def rows(path: Any, value: Any) -> Any:
+            shards = self.strategy.local_results(value) if is_per_replica(value) else (value,) * n
+            arrays = [np.asarray(shard) for shard in (shards if part.is_split else shards[:1])]
+            if arrays[0].ndim == 0 or len(arrays[0]) != expected_rows:
+                raise ArgumentError(
+                    f"predict: output{jax.tree_util.keystr(path)} has shape {arrays[0].shape} for {expected_rows} rows: there"
+                    " is one output for each row. Compute what concerns the whole batch afterwards, from the predictions."
+                )
+            return np.concatenate(arrays)
+
+        return jax.tree_util.tree_map_with_path(rows, outputs, is_leaf=is_per_replica)
 
 
 def _timed(kind: str, run: Function[[Batch], Any], batch: Batch) -> Any:
@@ -169,18 +173,3 @@ def _results(metrics: list[Any]) -> Logs:
 def _loss_updates(model: Any) -> int:
     tracker = model._loss_tracker
     return 0 if tracker is None else sum(map(assignments, tracker.variables))
-
-
-@contextmanager
-def _counted_once(model: Any, needed: bool) -> Iterator[None]:
-    """Where every replica sees the same rows, only the first one's metrics keep them."""
-    if not needed:
-        yield
-        return
-    before = {id(variable): variable.value for variable in model.metrics_variables}
-    yield
-    context = get_replica_context()
-    assert context is not None
-    for variable in model.metrics_variables:
-        old = before.get(id(variable), 0)  # metrics that the step has built start with zeros
-        variable.assign(jnp.where(context.replica_id == 0, variable.value, old))

@@ -18,6 +18,7 @@ from phalanx.keras import _keras
 from phalanx.keras._keras import keras
 from phalanx.keras.callbacks import Callbacks
 from phalanx.keras.feed import Batch, DatasetFeed, Feed, Parts, distribute
+from phalanx.keras.law import metrics_read_merged
 from phalanx.keras.resume import Resume
 from phalanx.keras.steps import Logs, Steps
 from phalanx.self_check import self_check
@@ -73,11 +74,6 @@ class Loops:
 
     # ---- Keras's entry points ----
 
-    def compile(self: Any, *args: Any, **kwargs: Any) -> None:
-        """As in Keras."""
-        with self.strategy.scope():
-            super().compile(*args, **kwargs)  # type: ignore[misc]
-
     def fit(
         self: Any,
         *args: Any,
@@ -91,8 +87,8 @@ class Loops:
         Args:
             args: as Keras's.
             accumulate_steps: batches whose gradients make one update of the weights, which is that of one batch
-                so many times as large: the mean over all rows, then clipping, schedules and loss scaling. An
-                epoch has as many steps as updates.
+                so many times as large: the mean over all rows, then clipping, schedules and loss scaling (for
+                losses that are means over rows). An epoch has as many steps as updates.
             validate_with: ``"ema"``: validation sees the moving averages of an optimizer with ``use_ema=True`` in
                 place of the weights.
             resume: a folder where the state after each epoch is kept; fit goes on after the last one that it
@@ -238,8 +234,7 @@ class Loops:
 
     @contextlib.contextmanager
     def _on_the_strategy(self: Any) -> Iterator[None]:
-        if self.strategy.num_replicas > 1:
-            _refuse_stateful(self)
+        _check_layers(self)
         # The model that this is a view of keeps its own functions, which work on other state.
         names = ("train_function", "test_function", "predict_function")
         before = {name: self.__dict__.get(name) for name in names}
@@ -275,6 +270,11 @@ class Loops:
             return batch
         return distribute(batch, self.strategy, divisible=False)
 
+    def get_metrics_result(self: Any) -> Logs:
+        """The metrics over the rows of all replicas."""
+        with metrics_read_merged():
+            return super().get_metrics_result()  # type: ignore[misc]
+
     def _get_jax_state(self, **wanted: bool) -> tuple[None, ...]:
         return tuple(None for name, is_wanted in wanted.items() if is_wanted and name != "purge_model_variables")
 
@@ -300,9 +300,19 @@ def _as_on_devices(batch: Any) -> Any:
     return jax.tree.map(spec, batch, is_leaf=lambda leaf: hasattr(leaf, "dtype"))
 
 
-def _refuse_stateful(model: Any) -> None:
+def _check_layers(model: Any) -> None:
+    if keras.distribution.distribution() is not None:
+        raise StrategyError(
+            "A keras.distribution is set, which splits the same arrays in its own way. Unset it for replicated models:"
+            " keras.distribution.set_distribution(None)."
+        )
     for layer in model._flatten_layers():
-        if getattr(layer, "stateful", False):
+        if not layer.supports_jit:
+            raise StrategyError(
+                f"Layer {layer.name!r} ({type(layer).__name__}) cannot be compiled, so that it runs on no replica. Apply it"
+                " to the data beforehand, on the host."
+            )
+        if getattr(layer, "stateful", False) and model.strategy.num_replicas > 1:
             raise StrategyError(
                 f"Layer {layer.name!r} is stateful: its state has a row for each row of the whole batch, and a replica"
                 " has a part of the batch. Train it on one device (px.OneDevice()), or pass the state as inputs and"

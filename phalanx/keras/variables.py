@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from phalanx import _jax, state
 from phalanx._checks import register_variables
+from phalanx.distribute.collectives import all_reduce
 from phalanx.errors import AssignmentError
 from phalanx.keras import _keras
+from phalanx.keras.law import law
 from phalanx.variables import Aggregation, Synchronization, Variable, is_per_replica
 
 _COUNTERPART = "_phalanx_variable"
@@ -115,7 +118,12 @@ def _read(original: property) -> property:
             return original.fget(variable)  # type: ignore[misc]
         # In a scope of Keras's, a function is traced for its shapes alone, or as the body of a loop.
         read = state.read if scope is None else state.read_out_of_traces
-        return _keras.autocast(variable, read(counterpart(variable)))
+        ours = counterpart(variable)
+        value = read(ours)
+        if law().metrics_are_read_merged and _adds_up(ours) and ours.per_replica and _jax.in_replica_trace():
+            strategy = state.context().strategy
+            value = all_reduce("sum", [value], strategy.num_replicas, strategy.platform)[0].astype(value.dtype)
+        return _keras.autocast(variable, value)
 
     return property(value, doc=original.__doc__)
 
@@ -130,7 +138,8 @@ def _assign(original: Any) -> Any:
             return original(variable, value)
         ours = counterpart(variable)
         ours.assignments += 1
-        ours.assign(_fitting(variable, value))
+        value = _fitting(variable, value)
+        ours.assign(_once(ours, value, ours.value if ours.per_replica else 0) if _counts_once(ours) else value)
         return value
 
     return assign
@@ -143,12 +152,28 @@ def _assign_by(operation: str) -> Any:
                 return original(variable, value)
             ours = counterpart(variable)
             ours.assignments += 1
-            getattr(ours, operation)(jnp.broadcast_to(_keras.converted(variable, value), variable.shape))
+            value = jnp.broadcast_to(_keras.converted(variable, value), variable.shape)
+            getattr(ours, operation)(_once(ours, value, 0) if _counts_once(ours) else value)
             return variable.value
 
         return assign_by
 
     return make
+
+
+def _adds_up(ours: Variable) -> bool:
+    return ours.aggregation == "sum"
+
+
+def _counts_once(ours: Variable) -> bool:
+    """Whether all replicas add the same to a sum, which is to grow by it once."""
+    return _adds_up(ours) and law().rows_are_the_same and _jax.in_replica_trace()
+
+
+def _once(ours: Variable, value: Any, other: Any) -> Any:
+    """The value in the first replica."""
+    first = jax.lax.axis_index(_jax.REPLICA_AXIS) == 0
+    return jnp.where(first, value, jnp.asarray(other, ours.dtype))
 
 
 def _goes_to_keras(variable: Any) -> bool:
