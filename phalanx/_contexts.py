@@ -110,9 +110,7 @@ class CrossReplica(Context):
     def merge(self, variable: Variable, stored: Any) -> jax.Array:
         """The one value that stands for all components of a per-replica variable."""
         self.require_merge(variable)
-        if variable.strategy is None:
-            return merge_components(stored, variable.aggregation)
-        return variable.strategy.merge_components(stored, variable.aggregation)  # type: ignore[no-any-return]
+        return variable._merged(stored)  # type: ignore[no-any-return]
 
     def spread(self, variable: Variable, value: Any) -> jax.Array:
         """The components after an assignment: they merge to `value` again."""

@@ -271,6 +271,12 @@ class Variable(AsArray):
         """What each of `n` components holds when the variable is set to `value`."""
         return jnp.broadcast_to(value[None], (n, *value.shape))
 
+    def _merged(self, stored: Any) -> Any:
+        """The one value that stands for all components."""
+        if self.strategy is None:
+            return state.merge_components(stored, self.aggregation)
+        return self.strategy.merge_components(stored, self.aggregation)
+
     def _replace(self, stored: Any) -> None:
         """Take another array, which others may hold too."""
         is_first = self._stored is None

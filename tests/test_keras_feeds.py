@@ -58,23 +58,38 @@ def test_a_dataset_of_another_strategy_is_refused():
         view.fit(other, verbose=0)
 
 
-def test_stateful_layers_are_refused_on_several_replicas_and_train_on_one():
-    sequences = rng.normal(size=(4, 5, 2)).astype(np.float32)
+@pytest.mark.parametrize("layer", [keras.layers.LSTM, keras.layers.GRU])
+@pytest.mark.parametrize("n", [1, 4])
+def test_stateful_layers_keep_the_state_of_each_row(layer, n):
+    sequences = rng.normal(size=(8, 6, 2)).astype(np.float32)
 
     def stateful():
         keras.utils.set_random_seed(1)
-        layers = [keras.layers.Input(batch_shape=(4, 5, 2)), keras.layers.GRU(2, stateful=True, name="memory")]
-        return keras.Sequential(layers)
+        return keras.Sequential([keras.layers.Input(batch_shape=(8, 2, 2)), layer(2, stateful=True, name="memory")])
 
-    plain, one = stateful(), px.keras.replicate(stateful(), px.Mirrored(jax.devices()[:1]))
-    for _ in range(2):  # the state goes on
-        expected = np.asarray(plain(sequences))
-        np.testing.assert_allclose(one.predict(sequences, batch_size=4, verbose=0), expected, rtol=1e-5)
-    several = px.keras.replicate(stateful(), px.Mirrored(jax.devices()[:2]))
-    several.compile("sgd", "mse")
-    for call in (lambda: several.fit(sequences, expected, verbose=0), lambda: several.predict(sequences, verbose=0)):
-        with pytest.raises(StrategyError, match=r"Layer 'memory' is stateful.*px.OneDevice"):
-            call()
+    plain, original = stateful(), stateful()
+    view = px.keras.replicate(original, px.Mirrored(jax.devices()[:n]))
+    for _ in range(2):
+        for start in (0, 2, 4):  # the state goes on from part to part
+            part = sequences[:, start : start + 2]
+            expected = np.asarray(plain(part))
+            np.testing.assert_allclose(view.predict(part, batch_size=8, verbose=0), expected, rtol=1e-5, atol=1e-6)
+        for a, b in zip(original.layers[0].states, plain.layers[0].states):
+            np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-6)
+        for m in (plain, original):
+            m.layers[0].reset_state()
+    view.compile("sgd", "mse")
+    view.fit(sequences[:, :2], expected, batch_size=8, verbose=0)
+    with pytest.raises(ValueError, match="Expected batch size"):
+        view.predict(sequences[:6, :2], batch_size=6, verbose=0)
+
+
+def test_a_state_that_the_replicas_cannot_share_is_refused():
+    layer = keras.layers.GRU(2, stateful=True)
+    uneven = keras.Sequential([keras.layers.Input(batch_shape=(4, 2, 2)), layer])
+    view = px.keras.replicate(uneven, px.Mirrored(jax.devices()[:3]))
+    with pytest.raises(StrategyError, match="for 4 rows, which 3 replicas cannot share"):
+        view.predict(np.ones((4, 2, 2), np.float32), batch_size=4, verbose=0)
 
 
 def test_each_compilation_is_logged_with_its_shapes_and_time(caplog):

@@ -170,6 +170,23 @@ def _moments(original: Callable[..., Any]) -> Callable[..., Any]:
     return moments
 
 
+# ---- recurrent layers ----------------------------------------------------------------------------
+
+
+def _call_rnn(original: Callable[..., Any]) -> Callable[..., Any]:
+    def call(layer: Any, sequences: Any, *args: Any, **kwargs: Any) -> Any:
+        rows, n = getattr(layer, "_expected_batch_size", None), replicas_with_rows_of_their_own()
+        if rows is None or n == 1:
+            return original(layer, sequences, *args, **kwargs)
+        layer.__dict__["_expected_batch_size"] = rows // n  # of which the state has been split likewise
+        try:
+            return original(layer, sequences, *args, **kwargs)
+        finally:
+            layer.__dict__["_expected_batch_size"] = rows
+
+    return call
+
+
 # ---- control flow --------------------------------------------------------------------------------
 
 
@@ -220,6 +237,7 @@ def install() -> None:
     _keras.replace(keras.metrics.Mean, "update_state", _update_mean)
     _keras.replace(keras.layers.BatchNormalization, "__init__", _made)
     _keras.replace(keras.layers.BatchNormalization, "_moments", _moments)
+    _keras.replace(keras.layers.RNN, "call", _call_rnn)
     _keras.replace(_keras.loss, "reduce_weighted_values", _reduce_losses)
     for name, make in (("cond", _cond), ("scan", _scan), ("while_loop", _while_loop)):
         _keras.replace(_keras.core, name, make)

@@ -312,12 +312,6 @@ def _check_layers(model: Any) -> None:
                 f"Layer {layer.name!r} ({type(layer).__name__}) cannot be compiled, so that it runs on no replica. Apply it"
                 " to the data beforehand, on the host."
             )
-        if getattr(layer, "stateful", False) and model.strategy.num_replicas > 1:
-            raise StrategyError(
-                f"Layer {layer.name!r} is stateful: its state has a row for each row of the whole batch, and a replica"
-                " has a part of the batch. Train it on one device (px.OneDevice()), or pass the state as inputs and"
-                " outputs of a layer with stateful=False."
-            )
 
 
 def _arguments(method: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:

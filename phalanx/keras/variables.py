@@ -16,7 +16,7 @@ import numpy as np
 from phalanx import _jax, state
 from phalanx._checks import register_variables
 from phalanx.distribute.collectives import all_reduce
-from phalanx.errors import AssignmentError
+from phalanx.errors import AssignmentError, StrategyError
 from phalanx.keras import _keras
 from phalanx.keras.law import law
 from phalanx.variables import Aggregation, Synchronization, Variable, is_per_replica
@@ -62,13 +62,47 @@ class Seed(KerasVariable):
         return value[None] + apart
 
 
+class RowState(KerasVariable):
+    """The state of a stateful recurrent layer: each replica has that of its own rows of the batch."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        """Shape of a replica's part."""
+        return self._whole if self._stored is None else tuple(self._stored.shape[1:])
+
+    @shape.setter
+    def shape(self, whole: tuple[int, ...]) -> None:
+        self._whole = whole
+
+    def _repeated(self, value: Any, n: int) -> Any:
+        rows = value.shape[0]
+        if rows % n:
+            raise StrategyError(
+                f"{self.label} is the state of a stateful layer for {rows} rows, which {n} replicas cannot share. Choose a"
+                " batch size that divides."
+            )
+        return value.reshape(n, rows // n, *value.shape[1:])
+
+    def _merged(self, stored: Any) -> Any:
+        return stored.reshape(-1, *stored.shape[2:])
+
+    def _fit(self, value: Any, arithmetic: str | None = None) -> Any:
+        return value  # a replica's part, or the whole
+
+
 def _is_seed(variable: Any) -> bool:
     return variable.name == "seed_generator_state" and variable.shape == (2,) and not variable.trainable
+
+
+def _is_row_state(variable: Any) -> bool:
+    return variable.name == "rnn_state" and not variable.trainable
 
 
 def _rules(variable: Any) -> tuple[Aggregation, Synchronization]:
     """How the replicas' values merge, and when."""
     if _is_seed(variable):
+        return "only_first_replica", "on_read"
+    if _is_row_state(variable):
         return "only_first_replica", "on_read"
     if variable.synchronization == "on_read":  # metrics
         return variable.aggregation, "on_read"
@@ -99,7 +133,8 @@ def assignments(variable: Any) -> int:
 
 
 def _stand_in(variable: Any, value: Any) -> KerasVariable:
-    known = variable.__dict__[_COUNTERPART] = (Seed if _is_seed(variable) else KerasVariable)(variable, value)
+    cls = Seed if _is_seed(variable) else RowState if _is_row_state(variable) else KerasVariable
+    known = variable.__dict__[_COUNTERPART] = cls(variable, value)
     _keras.empty(variable)
     return known
 
@@ -195,7 +230,7 @@ def _fitting(variable: Any, value: Any) -> Any:
     if is_per_replica(value):
         return value
     array = _keras.converted(variable, value)
-    if tuple(array.shape) != tuple(variable.shape):
+    if tuple(array.shape) != tuple(variable.shape) and not _is_row_state(variable):
         raise AssignmentError(
             f"Variable {variable.path!r} has shape {tuple(variable.shape)}, got a value of shape {tuple(array.shape)} at"
             f" {_jax.user_line()}."
