@@ -152,7 +152,7 @@ def refuse_foreign(variable: Variable, strategy: Any, action: str) -> None:
             else f"{strategy!r}"
         )
         raise StrategyError(
-            f"{variable.label} belongs to {owner!r} and is {action} under {other}, at {_jax.user_line()}."
+            f"{variable.label} belongs to {owner!r} and is {action} under {other} at {_jax.user_line()}."
             " Create the variable in the scope of the strategy that uses it."
         )
 

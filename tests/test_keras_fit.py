@@ -151,7 +151,7 @@ KINDS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "numpy": lambda: (X, Y),
     "jax arrays": lambda: (jnp.asarray(X), jnp.asarray(Y)),
     "float64": lambda: (X.astype("float64"), Y.astype("float64")),
-    "integers": lambda: ((10 * X).astype("int64"), Y),
+    "integers": lambda: ((2 * X).astype("int64"), Y),
     "PyDataset": lambda: (Sequence(X, Y),),
     "PyDataset with weights": lambda: (Sequence(X, Y, WEIGHTS),),
     "PyDataset with workers": lambda: (Sequence(X, Y, workers=2),),
