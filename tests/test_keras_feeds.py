@@ -45,7 +45,9 @@ def test_weights_of_rows_come_with_the_dataset_or_from_classes_but_not_both():
     view, strategy = model()
     weighted = strategy.distribute_dataset((X, Y, np.arange(12, dtype=np.float32)), batch_size=4)
     plain, _ = model(view=False)
-    expected = plain.fit(X, Y, sample_weight=np.arange(12, dtype=np.float32), batch_size=4, shuffle=False, verbose=0).history["loss"]
+    expected = plain.fit(
+        X, Y, sample_weight=np.arange(12, dtype=np.float32), batch_size=4, shuffle=False, verbose=0
+    ).history["loss"]
     assert view.fit(weighted, verbose=0).history["loss"] == pytest.approx(expected, rel=1e-5)
     with pytest.raises(ArgumentError, match="cannot be given together"):
         view.fit(weighted, class_weight={0: 1.0}, verbose=0)
