@@ -92,7 +92,9 @@ def test_every_device_holds_as_many_bytes_as_the_others_at_every_moment(monkeypa
 
     monkeypatch.setattr(strategy, "split_rows", counting)
     source = np.ones((64, 100), np.float32), np.ones(64, np.float32)
-    for x, *_ in strategy.distribute_dataset(source, 16, mask=True, prefetch=2):
+    for x, *_ in strategy.distribute_dataset(
+        source, 16, mask=True, prefetch=0
+    ):  # in one thread: nothing dies meanwhile
         assert {shard.data.nbytes for shard in x.stacked.addressable_shards} == {2 * 100 * 4}
     assert len(held) == 12
     assert all(len(set(devices)) == 1 and devices[0] > 0 for devices in held)
