@@ -1,6 +1,6 @@
-"""`fit` of a replicated Keras model next to plain Keras and Keras's own DataParallel, per epoch step.
+"""`fit` of a replicated Keras model next to plain Keras, or with several replicas to Keras's own DataParallel.
 
-Each measurement is one epoch of 50 steps, divided by 50; with one replica the comparison is plain Keras.
+A figure is the time of a whole epoch; the case says of how many steps.
 """
 
 from __future__ import annotations
