@@ -3,6 +3,7 @@
 import importlib
 
 from phalanx import errors as errors
+from phalanx.abstract import abstract as abstract
 from phalanx.control_flow import cond as cond
 from phalanx.control_flow import scan as scan
 from phalanx.control_flow import while_loop as while_loop

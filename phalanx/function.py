@@ -322,6 +322,10 @@ class Function(Generic[P, R]):
         """Give variables born in the trace their initial values; nothing else of it takes effect."""
         with state.lifted_out():
             program = traced.program.only(slice(traced.n_results + len(traced.written), None))
+            if not all(variable.has_storage for variable, _ in traced.captures):
+                for variable, aval in zip(traced.initial, program.out_avals):
+                    variable._replace(jax.ShapeDtypeStruct(aval.shape, aval.dtype))
+                return
             values = program(traced.inputs(call.inputs, lambda capture: state.borrow(capture[0])))
             for variable, value in zip(traced.initial, values):
                 variable._replace(variable._placed(value))
@@ -376,6 +380,10 @@ class Function(Generic[P, R]):
             )
 
     # ---- looking inside ----
+
+    def untraced(self) -> Function[..., Any]:
+        """The same function with no traces yet, to look at what it would compile to and leave this one alone."""
+        return Function(self._fn, instance=self._instance, **self._options)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """JAX's lowered program (``jax.stages.Lowered``) for these arguments."""

@@ -7,6 +7,7 @@ of them breaks a module of this package and no other.
 """
 
 from phalanx._jax.devices import REPLICA_AXIS as REPLICA_AXIS
+from phalanx._jax.devices import SliceDevice as SliceDevice
 from phalanx._jax.devices import backend_started as backend_started
 from phalanx._jax.devices import replica_mesh as replica_mesh
 from phalanx._jax.devices import replicated as replicated
@@ -46,6 +47,14 @@ from phalanx._jax.replicas import on_replicas as on_replicas
 from phalanx._jax.replicas import sum_of_one as sum_of_one
 from phalanx._jax.replicas import type_of as type_of
 from phalanx._jax.replicas import varies as varies
+from phalanx._jax.slices import Lowered as Lowered
+from phalanx._jax.slices import back_to as back_to
+from phalanx._jax.slices import compile_for_slice as compile_for_slice
+from phalanx._jax.slices import compile_here as compile_here
+from phalanx._jax.slices import has_libtpu as has_libtpu
+from phalanx._jax.slices import hide_absent_tpu as hide_absent_tpu
+from phalanx._jax.slices import lower as lower
+from phalanx._jax.slices import types_alone as types_alone
 from phalanx._jax.traces import current_trace as current_trace
 from phalanx._jax.traces import is_eager as is_eager
 from phalanx._jax.traces import is_staging as is_staging
