@@ -23,7 +23,7 @@ from phalanx._checks import check_flag
 from phalanx._history import History, context_keys
 from phalanx._launch import Compiled, Launch
 from phalanx._methods import BoundFunction
-from phalanx._signature import Call, Signature, describe, identities
+from phalanx._signature import Call, Signature, describe, identities, is_input
 from phalanx._traced import Traced, trace
 from phalanx.errors import ArgumentError, ArgumentTypeError, RetraceError, StrategyError, VariableCreationError
 from phalanx.variables import Variable
@@ -384,6 +384,22 @@ class Function(Generic[P, R]):
     def untraced(self) -> Function[..., Any]:
         """The same function with no traces yet, to look at what it would compile to and leave this one alone."""
         return Function(self._fn, instance=self._instance, **self._options)
+
+    @property
+    def donates(self) -> bool:
+        """Whether its programs reuse the buffers of variables that they write."""
+        return self._donate
+
+    def traced(self, *args: Any, **kwargs: Any) -> tuple[Traced, Call]:
+        """One more trace for these arguments, which is not kept."""
+        call = self._signature.split(*self._signature.bind(args, kwargs))
+        with state.tracing(self.name):
+            return self._trace(call), call
+
+    def label_of_input(self, call: Call, index: int) -> str:
+        """How messages call one of the inputs of a call."""
+        places = [i for i, leaf in enumerate(call.leaves) if is_input(leaf)]
+        return self._signature.label(call.structure, places[index])
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """JAX's lowered program (``jax.stages.Lowered``) for these arguments."""

@@ -53,7 +53,7 @@ from phalanx._jax.slices import compile_for_slice as compile_for_slice
 from phalanx._jax.slices import compile_here as compile_here
 from phalanx._jax.slices import has_libtpu as has_libtpu
 from phalanx._jax.slices import hide_absent_tpu as hide_absent_tpu
-from phalanx._jax.slices import lower as lower
+from phalanx._jax.slices import lower_traced as lower_traced
 from phalanx._jax.slices import types_alone as types_alone
 from phalanx._jax.traces import current_trace as current_trace
 from phalanx._jax.traces import is_eager as is_eager

@@ -45,9 +45,9 @@ class Lowered:
     """The program in StableHLO, for reading."""
 
 
-def lower(jitted: Any, args: Sequence[Any], platform: str) -> Lowered:
-    """Lower for a platform that need not be here; `args` are ShapeDtypeStructs."""
-    lowered = jitted.trace(*args).lower(lowering_platforms=(platform,))
+def lower_traced(traced: Any, platform: str | None) -> Lowered:
+    """Lower what ``jax.jit(...).trace`` gave, for a platform that need not be here; None for the one that is."""
+    lowered = traced.lower() if platform is None else traced.lower(lowering_platforms=(platform,))
     computation = lowered._lowering
     given = computation.compile_args
     module = lowered.compiler_ir("stablehlo")
