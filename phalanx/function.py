@@ -396,6 +396,22 @@ class Function(Generic[P, R]):
         with state.tracing(self.name):
             return self._trace(call), call
 
+    @property
+    def known_arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Types of arguments that it takes: by its signature, or in its last trace where none of them is static."""
+        if self._signature.example is not None:
+            return self._signature.example, {}
+        calls = [concrete._call for concrete in self._traces.values()]
+        if not calls or not all(map(is_input, calls[-1].leaves)):
+            return None
+        types = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in calls[-1].keys]  # type: ignore[attr-defined]
+        return jax.tree.unflatten(calls[-1].structure, types)  # type: ignore[no-any-return]
+
+    @property
+    def open_sizes(self) -> list[str]:
+        """The arguments of which `input_signature` leaves a size open."""
+        return self._signature.open_sizes
+
     def label_of_input(self, call: Call, index: int) -> str:
         """How messages call one of the inputs of a call."""
         places = [i for i, leaf in enumerate(call.leaves) if is_input(leaf)]

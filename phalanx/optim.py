@@ -113,8 +113,9 @@ class Optimizer:
         self._state = [
             Variable(leaf, trainable=False, name=f"optimizer{jax.tree_util.keystr(path)}") for path, leaf in paths
         ]
-        if strategy is not None:
-            for slot in self._state:
+        for slot in self._state:
+            slot.is_slot = True
+            if strategy is not None:
                 strategy.adopt(slot)
         self._updated = variables
 
@@ -192,7 +193,7 @@ class Optimizer:
             strategy = get_strategy()
             self._warn_of_equal(pairs, reduce, strategy.num_replicas)
             grads = [jnp.asarray(g, v.dtype) for v, g in pairs]
-            return all_reduce(reduce, grads, strategy.num_replicas, strategy.platform)
+            return all_reduce(reduce, grads, strategy.num_replicas, strategy.platform, [v.name for v, _ in pairs])
         merged = [g.strategy.reduce(reduce, g) if is_per_replica(g) else g for _, g in pairs]
         for (v, _), g in zip(pairs, merged):
             if _jax.varies(g):

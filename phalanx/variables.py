@@ -67,6 +67,9 @@ class Variable(AsArray):
     _stored: Any
     _owned: bool
 
+    is_slot = False
+    """Whether it is part of an optimizer's state."""
+
     def __init__(
         self,
         initial_value: InitialValue,

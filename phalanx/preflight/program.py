@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +37,8 @@ class Entry:
     name: str
     shape: tuple[int, ...]
     """On one device."""
+    whole_shape: tuple[int, ...]
+    """Of all devices' parts together."""
     dtype: Any
     replicated: bool
     donated: bool = False
@@ -58,8 +61,8 @@ class Program:
     jaxpr: Any
     num_devices: int
     global_batch: int | None
-    unusable_donations: list[str] = field(default_factory=list)
-    """What JAX said of buffers that were given away in vain."""
+    symbolic: list[str] = field(default_factory=list)
+    """Arguments whose sizes the function leaves open."""
 
     @property
     def rows_per_device(self) -> int | None:
@@ -89,13 +92,11 @@ class VariableStep:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         strategy: Strategy | None,
-        is_slot: Callable[[Variable], bool],
     ) -> None:
         self._keep_alive = fn
         self._function = _untraced(fn)
         self.name = self._function.name
         self._leaves, self._structure = jax.tree.flatten((args, kwargs), is_leaf=is_per_replica)
-        self._is_slot = is_slot
         parts = [leaf for leaf in self._leaves if is_per_replica(leaf)]
         self.strategy = strategy or next((p.strategy for p in parts), None) or state.context().strategy
         self.rows = next((r for r in map(_rows, self._leaves) if r is not None), None)
@@ -108,7 +109,7 @@ class VariableStep:
         Raises:
             UnevenBatchError: when the batch does not divide by the replicas.
         """
-        self._settle()
+        self.settle()
         rows = global_batch or self.rows
         strategy = self.strategy
         if strategy is None:
@@ -121,7 +122,7 @@ class VariableStep:
             with state.pushed(frame):
                 return self._lowered(self._trace(rows, len(devices)), target, rows)
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Trace where the variables are, once: those that the first call creates come into being as they would then."""
         if self._settled:
             return
@@ -156,7 +157,7 @@ class VariableStep:
         def of_variable(i: int, donated: bool) -> Any:
             v = traced.captures[i][0]
             shape = (v.num_components, *v.shape) if v.per_replica else v.shape
-            kind = "slots" if self._is_slot(v) else "params"
+            kind = "slots" if v.is_slot else "params"
             entry = {"kind": kind, "name": v.name, "donated": donated, "created_at": v._created_at}
             return inputs.add(shape, v.dtype, v.per_replica, entry)
 
@@ -173,7 +174,7 @@ class VariableStep:
         ]
         args = (donated, [*arguments, *kept], constants)
         n = 1 if traced.strategy is None else len(traced.strategy.devices)
-        lowered, unusable = _lower(self.name, compiled.run, args, target)
+        lowered = _lower(self.name, compiled.run, args, target)
         return Program(
             name=self.name,
             lowered=lowered,
@@ -181,7 +182,7 @@ class VariableStep:
             jaxpr=traced.program.jaxpr,
             num_devices=n,
             global_batch=rows,
-            unusable_donations=unusable,
+            symbolic=self._function.open_sizes,
         )
 
 
@@ -232,7 +233,9 @@ class _Inputs:
         strategy = self._strategy
         local = (1, *shape[1:]) if split else tuple(shape)
         replicated = strategy is not None and len(strategy.devices) > 1 and not split
-        self.entries.append(Entry(shape=local, dtype=dtype, replicated=replicated, **entry))
+        self.entries.append(
+            Entry(shape=local, whole_shape=tuple(shape), dtype=dtype, replicated=replicated, **entry)
+        )
         sharding = None if strategy is None else strategy.sharding(per_replica=split)
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, weak_type=weak)
 
@@ -284,9 +287,9 @@ class JittedStep:
         n = 1 if mesh is None else mesh.size
         types = [self._type(leaf, mesh, wanted) if _is_array(leaf) else leaf for leaf in leaves]
         args, kwargs = jax.tree.unflatten(structure, types)
-        lowered, unusable, traced, donated = _lower_jitted(self.name, self._fn, args, kwargs, target)
+        lowered, traced, donated = _lower_jitted(self.name, self._fn, args, kwargs, target)
         entries = [
-            Entry("inputs", name, _local_shape(t), t.dtype, _is_replicated(t) and n > 1, donated=d)
+            Entry("inputs", name, _local_shape(t), tuple(t.shape), t.dtype, _is_replicated(t) and n > 1, donated=d)
             for t, d, name in zip(jax.tree.leaves((args, kwargs)), donated, _paths((args, kwargs)))
         ]
         return Program(
@@ -296,7 +299,6 @@ class JittedStep:
             jaxpr=traced.jaxpr,
             num_devices=n,
             global_batch=wanted,
-            unusable_donations=unusable,
         )
 
     def _type(self, leaf: Any, mesh: Any, wanted: int | None) -> Any:
@@ -340,36 +342,37 @@ def _paths(tree: Any) -> list[str]:
 
 
 def _lower_jitted(name: str, fn: Any, args: Any, kwargs: Any, target: Target) -> Any:
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with _quietly():
         try:
             traced = fn.trace(*args, **kwargs)
             lowered = _jax.lower_traced(traced, _platform(target))
         except (ValueError, TypeError, NotImplementedError) as error:
             raise _refused(name, error) from error
     donated = [info.donated for info in jax.tree.leaves(traced.args_info, is_leaf=lambda x: hasattr(x, "donated"))]
-    return lowered, _about_donation(said), traced, donated
+    return lowered, traced, donated
 
 
 # ---- lowering ------------------------------------------------------------------------------------
 
 
-def _lower(name: str, jitted: Any, args: Sequence[Any], target: Target) -> tuple[_jax.Lowered, list[str]]:
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+def _lower(name: str, jitted: Any, args: Sequence[Any], target: Target) -> _jax.Lowered:
+    with _quietly():
         try:
-            lowered = _jax.lower_traced(jitted.trace(*args), _platform(target))
+            return _jax.lower_traced(jitted.trace(*args), _platform(target))
         except (ValueError, TypeError, NotImplementedError) as error:
             raise _refused(name, error) from error
-    return lowered, _about_donation(said)
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without JAX's warning of buffers that are donated in vain, which the report has too."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+        yield
 
 
 def _platform(target: Target) -> str | None:
     return None if target.present else target.platform
-
-
-def _about_donation(said: list[warnings.WarningMessage]) -> list[str]:
-    return [str(w.message) for w in said if "donated" in str(w.message)]
 
 
 def _refused(name: str, error: Exception) -> Exception:
