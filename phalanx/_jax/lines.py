@@ -41,7 +41,12 @@ def users_line_of(equation: Any) -> str:
     """As `line_of`, in a file that is not installed where there is one: of the user, not of the user's libraries."""
     frames = list(_source_info_util.user_frames(equation.source_info.traceback))
     own = [f for f in frames if "site-packages" not in f.file_name] or frames
-    return f"{own[0].file_name}:{own[0].start_line}" if own else ""
+    return f"{short_path(own[0].file_name)}:{own[0].start_line}" if own else ""
+
+
+def short_path(path: str) -> str:
+    """Of an installed package's file, the part that says which."""
+    return path.rpartition("site-packages/")[2]
 
 
 def scope_of(equation: Any) -> str:

@@ -65,18 +65,18 @@ def lower_traced(traced: Any, platform: str | None) -> Lowered:
     )
 
 
-def compile_for_slice(lowered: Lowered, name: str, options: dict[str, Any]) -> Any:
-    """XLA's executable for a TPU slice; loads libtpu."""
+def compile_for_slice(lowered: Lowered, name: str, options: dict[str, Any], effort: float) -> Any:
+    """XLA's executable for a TPU slice; loads libtpu. `effort` is 0 as in training, or -1 for little optimization."""
     devices = topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices
-    return _compile(lowered, devices, load=False)
+    return _compile(lowered, devices, effort, load=False)
 
 
-def compile_here(lowered: Lowered, devices: Sequence[Any]) -> Any:
+def compile_here(lowered: Lowered, devices: Sequence[Any], effort: float) -> Any:
     """XLA's executable for devices of this process."""
-    return _compile(lowered, devices, load=True)
+    return _compile(lowered, devices, effort, load=True)
 
 
-def _compile(lowered: Lowered, devices: Sequence[Any], load: bool) -> Any:
+def _compile(lowered: Lowered, devices: Sequence[Any], effort: float, load: bool) -> Any:
     devices = list(devices)[: lowered.num_devices]
     client = devices[0].client
     assignment = np.array([d.id for d in devices])[None]
@@ -85,6 +85,7 @@ def _compile(lowered: Lowered, devices: Sequence[Any], load: bool) -> Any:
     )
     options.parameter_is_tupled_arguments = lowered.tuple_arguments
     build = options.executable_build_options
+    build.exec_time_optimization_effort = effort
     build.allow_spmd_sharding_propagation_to_parameters = [False] * len(lowered.kept_inputs)
     build.allow_spmd_sharding_propagation_to_output = list(lowered.free_outputs)
     context = _mlir.make_ir_context()

@@ -43,6 +43,9 @@ class Steps:
     def _compiled(self, model: Any, kind: str, step: Callable[[Batch], Any]) -> Callable[[Batch], Any]:
         if model.run_eagerly:
             return step
+        return functools.partial(_timed, kind, self._function(model, kind, step))
+
+    def _function(self, model: Any, kind: str, step: Callable[[Batch], Any]) -> Function[..., Any]:
         if _keras.settings(model) is not self._settings:  # through whichever view of the model it was compiled
             self._functions.clear()
             self._settings = _keras.settings(model)
@@ -50,7 +53,7 @@ class Steps:
         key = (kind, *(layer.trainable for layer in model._flatten_layers()))
         if key not in self._functions:
             self._functions[key] = function(step)
-        return functools.partial(_timed, kind, self._functions[key])
+        return self._functions[key]
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
@@ -69,6 +72,14 @@ class Steps:
 
     def counting(self, model: Any, kind: str) -> Callable[[Parts], Logs]:
         """``model.train_step`` or ``model.test_step`` for a batch; its logs are over all rows since the last reset."""
+        run = self._compiled(model, kind, self._counted(model, kind))
+        return lambda parts: [run(part) for part in parts][-1]
+
+    def training(self, model: Any) -> Function[..., Any]:
+        """The traced function of a batch that `fit` calls."""
+        return self._function(model, "train_step", self._counted(model, "train_step"))
+
+    def _counted(self, model: Any, kind: str) -> Callable[[Batch], Logs]:
         step = getattr(model, kind)
 
         def on_replicas(batch: Batch) -> Logs:
@@ -87,8 +98,8 @@ class Steps:
             results = _results([m for m in model.metrics if loss_is_metric or m is not model._loss_tracker])
             return {name: results[name] if name in results else self._merged(v) for name, v in logs.items()}
 
-        run = self._compiled(model, kind, on_replicas)
-        return lambda parts: [run(part) for part in parts][-1]
+        on_replicas.__name__ = on_replicas.__qualname__ = kind
+        return on_replicas
 
     def _law(self, batch: Batch, data: Any) -> Law:
         def accumulate(optimizer: Any, grads: list[Any], variables: Any) -> list[Any] | None:

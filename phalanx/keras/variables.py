@@ -51,7 +51,6 @@ class KerasVariable(Variable):
     def trainable(self, value: bool) -> None:
         pass
 
-
     @property
     def is_slot(self) -> bool:  # type: ignore[override]
         """Whether one of Keras's optimizers made it."""

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import jax
 
-from phalanx._checks import check_function
+from phalanx._checks import check_choice, check_function
 from phalanx._methods import BoundFunction
 from phalanx.distribute.strategy import Strategy
 from phalanx.errors import ArgumentError, ArgumentTypeError
 from phalanx.function import Function
 from phalanx.preflight import compiler, targets
+from phalanx.preflight.compiler import Effort, Settings
 from phalanx.preflight.program import JittedStep, VariableStep
 from phalanx.preflight.report import Report
 from phalanx.preflight.targets import Target
-
-TIMEOUT = 900.0
 
 
 def preflight(
@@ -28,7 +27,8 @@ def preflight(
     strategy: Strategy | None = None,
     num_slices: int = 1,
     global_batch: int | None = None,
-    timeout: float = TIMEOUT,
+    timeout: float = 900.0,
+    effort: Effort = "full",
     **kwargs: Any,
 ) -> Report:
     """Compile a step for devices that need not be here, and say what would happen there.
@@ -49,6 +49,8 @@ def preflight(
         num_slices: so many slices, joined by the data-center network.
         global_batch: rows of all replicas, in place of those of the example arguments.
         timeout: seconds after which the compiler is stopped.
+        effort: ``"full"`` compiles as training would, which takes minutes for a large convolutional model;
+            ``"quick"`` optimizes little, and what it needs in memory and time is an upper bound.
         kwargs: further example arguments, by name.
 
     Raises:
@@ -75,18 +77,28 @@ def preflight(
         step: VariableStep | JittedStep = JittedStep(fn, args, kwargs)
     else:
         step = VariableStep(fn, args, kwargs, strategy)
-    return report_on(step, _target(topology, num_slices, step), global_batch, timeout)
+    return report_on(step, _target(topology, num_slices, step), global_batch, settings(timeout, effort))
 
 
-def report_on(step: VariableStep | JittedStep, target: Target, global_batch: int | None, timeout: float) -> Report:
-    """The report of a step on a target."""
-    compiler.check_available(target)
+def settings(timeout: float, effort: Effort) -> Settings:
+    """As the arguments say.
+
+    Raises:
+        ArgumentError: for a timeout that is no positive number, or an effort that is not known.
+    """
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
         raise ArgumentError(f"preflight: timeout must be a positive number of seconds, got {timeout!r:.60}.")
+    check_choice(effort, "preflight: effort", get_args(Effort))
+    return Settings(timeout, effort)
+
+
+def report_on(step: VariableStep | JittedStep, target: Target, global_batch: int | None, settings: Settings) -> Report:
+    """The report of a step on a target."""
+    compiler.check_available(target)
 
     def again(other: Target, batch: int | None) -> Report:
         program = step.prepare(other, batch)
-        return Report(program, other, compiler.run(program.lowered, other, timeout), again, timeout)
+        return Report(program, other, compiler.run(program.lowered, other, settings), again, settings)
 
     return again(target, global_batch)
 
@@ -103,7 +115,12 @@ def _target(topology: str | None, num_slices: int, step: VariableStep | JittedSt
         raise ArgumentError("preflight: num_slices needs a topology, such as topology='v5e:4x4'.")
     if isinstance(step, VariableStep):
         step.settle()
-    devices = list(jax.devices()[:1]) if step.strategy is None else list(step.strategy.devices)
+    return own_target(step.strategy)
+
+
+def own_target(strategy: Strategy | None) -> Target:
+    """The devices that a strategy has."""
+    devices = list(jax.devices()[:1]) if strategy is None else list(strategy.devices)
     if devices[0].platform == "cpu":
         return targets.find(f"cpu:{len(devices)}")
     return targets.of_devices(devices)

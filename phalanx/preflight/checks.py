@@ -219,7 +219,13 @@ def human(amount: float) -> str:
     """Bytes as people read them."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(amount) < 1024 or unit == "GiB":
-            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.3g} {unit}" if amount < 999.5 else f"{amount:.0f} {unit}"
+            return (
+                f"{amount:.0f} {unit}"
+                if unit == "B"
+                else f"{amount:.3g} {unit}"
+                if amount < 999.5
+                else f"{amount:.0f} {unit}"
+            )
         amount /= 1024
     return f"{amount:.1f} GiB"
 

@@ -28,10 +28,10 @@ def compiled(asked: Request) -> Outcome:
     start = time.perf_counter()
     try:
         if asked.slice_name:
-            executable = _jax.compile_for_slice(asked.lowered, asked.slice_name, asked.options)
+            executable = _jax.compile_for_slice(asked.lowered, asked.slice_name, asked.options, asked.effort)
         else:
             devices = asked.devices or jax.devices()
-            executable = _jax.compile_here(asked.lowered, devices)
+            executable = _jax.compile_here(asked.lowered, devices, asked.effort)
     except (jax.errors.JaxRuntimeError, RuntimeError, NotImplementedError, ValueError) as error:
         return Outcome(seconds=time.perf_counter() - start, message=str(error) or type(error).__name__)
     seconds = time.perf_counter() - start

@@ -9,7 +9,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import phalanx
 from phalanx import _jax
@@ -17,6 +19,9 @@ from phalanx.errors import CompilationError
 from phalanx.preflight.child import compiled
 from phalanx.preflight.outcome import Outcome, Request
 from phalanx.preflight.targets import Target
+
+Effort = Literal["full", "quick"]
+"""How much the compiler optimizes: as in training, or little, which takes a twentieth of the time with convolutions."""
 
 _TAIL = 2000
 """Characters of what a process printed before it died."""
@@ -35,18 +40,30 @@ def check_available(target: Target) -> None:
         )
 
 
-def run(lowered: _jax.Lowered, target: Target, timeout: float) -> Outcome:
+@dataclass(frozen=True)
+class Settings:
+    """How to compile."""
+
+    timeout: float = 900.0
+    """Seconds after which the compiler is stopped."""
+    effort: Effort = "full"
+
+
+def run(lowered: _jax.Lowered, target: Target, settings: Settings) -> Outcome:
     """Compile for the target.
 
     Raises:
         CompilationError: when there is no compiler for it.
     """
     check_available(target)
+    effort = {"full": 0.0, "quick": -1.0}[settings.effort]
     if target.present:  # they are this process's, and another could not open them
-        return compiled(Request(lowered, devices=tuple(target.present)))
+        return compiled(Request(lowered, devices=tuple(target.present), effort=effort))
     if target.platform == "tpu":
-        return _in_child(Request(lowered, target.name, target.compiler_options), target, timeout)
-    return _in_child(Request(lowered), target, timeout)
+        request = Request(lowered, target.name, target.compiler_options, effort=effort)
+    else:
+        request = Request(lowered, effort=effort)
+    return _in_child(request, target, settings.timeout)
 
 
 def _in_child(request: Request, target: Target, timeout: float) -> Outcome:

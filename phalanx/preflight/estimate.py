@@ -64,9 +64,7 @@ class Size:
     """Rows per second and chip, of those on the smallest size."""
 
 
-def step_time(
-    flops: float, bytes_moved: float, collectives: Sequence[Collective], target: Target
-) -> StepTime | None:
+def step_time(flops: float, bytes_moved: float, collectives: Sequence[Collective], target: Target) -> StepTime | None:
     """For one device's program; None where the chip is not known."""
     chip = target.chip
     if chip is None:

@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from phalanx import _jax
+
 _BITS = {
     "pred": 8,
     "s4": 4,
@@ -248,7 +250,9 @@ class _Context:
         takers = [
             i
             for i in self.instructions
-            if i.opcode == "get-tuple-element" and instruction.name in i.operands and f"index={part}," in i.attributes + ","
+            if i.opcode == "get-tuple-element"
+            and instruction.name in i.operands
+            and f"index={part}," in i.attributes + ","
         ]
         given = [self.by_name[o] for o in instruction.operands[part : part + 1] if o in self.by_name]
         users = [i for i in self.instructions if instruction.name in i.operands]
@@ -299,7 +303,9 @@ def _collectives(
 
 
 def _groups(attributes: str, num_devices: int) -> tuple[int, str]:
-    listed = re.search(r"replica_groups=(\{\{.*?\}\}|\{\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?|mesh\S+ \{[^}]*\})", attributes)
+    listed = re.search(
+        r"replica_groups=(\{\{.*?\}\}|\{\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?|mesh\S+ \{[^}]*\})", attributes
+    )
     if listed is None:
         pairs = _braced(attributes, "source_target_pairs=")
         return (num_devices, pairs) if pairs else (num_devices, "all")
@@ -359,7 +365,8 @@ class _Frames:
             lines.append(self._places.get(place, ("", "")))
         known = [(file, line) for file, line in lines if file]
         own = [(file, line) for file, line in known if "site-packages" not in file]
-        return ":".join((own or known or [("", "")])[0]).strip(":")
+        file, line = (own or known or [("", "")])[0]
+        return f"{_jax.short_path(file)}:{line}".strip(":")
 
 
 def _section(text: str, title: str) -> str:

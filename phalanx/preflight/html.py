@@ -75,7 +75,9 @@ def page(report: Report) -> str:
         columns = ("chips", "topology", "step", "efficiency", "")
         parts += ["<h2>Scaling, as many rows for each replica</h2>", scaling, _table(columns, scaling_rows(report))]
     if report.warnings:
-        items = "".join(f"<li><b>{escape(w.kind)}</b> {escape(str(w).partition(': ')[2])}</li>" for w in report.warnings)
+        items = "".join(
+            f"<li><b>{escape(w.kind)}</b> {escape(str(w).partition(': ')[2])}</li>" for w in report.warnings
+        )
         parts += ["<h2>Warnings</h2>", f"<ul>{items}</ul>"]
     if report.compiler_message:
         parts += ["<h2>The compiler's message</h2>", f"<pre>{escape(report.compiler_message)}</pre>"]

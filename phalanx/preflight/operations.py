@@ -68,58 +68,87 @@ def of(jaxpr: Any, num_devices: int) -> Operations:
     callbacks: dict[tuple[str, str], None] = {}
     wide: dict[tuple[str, str], None] = {}
     values: list[Value] = []
-    for equation, times, share in _walk(getattr(jaxpr, "jaxpr", jaxpr), 1, num_devices):
+    for place in _walk(getattr(jaxpr, "jaxpr", jaxpr), _Place((), 1, num_devices)):
+        equation = place.equation
         name = equation.primitive.name
         if name in ("dot_general", "conv_general_dilated"):
-            matmuls.append(_matmul(equation, times / share))
+            matmuls.append(_matmul(place))
         if name in CALLBACKS:
-            callbacks[name, _jax.users_line_of(equation)] = None
+            callbacks[name, place.line] = None
         for out in equation.outvars:
             dtype = getattr(out.aval, "dtype", None)
             if dtype is None or is_key(dtype):
                 continue
             if dtype in (np.float64, np.complex128):
-                wide[str(dtype), _jax.users_line_of(equation)] = None
+                wide[str(dtype), place.line] = None
             if not _jax.inner_jaxprs(equation):
-                _keep_largest(values, out.aval, equation, share)
+                _keep_largest(values, out.aval, place)
     return Operations(matmuls, list(callbacks), list(wide), values)
 
 
-def _keep_largest(values: list[Value], aval: Any, equation: Any, share: int) -> None:
-    size = int(math.prod(d for d in aval.shape if isinstance(d, int))) * np.dtype(aval.dtype).itemsize // share
+@dataclass(frozen=True)
+class _Place:
+    """An operation, and the ones that it is part of, outermost first."""
+
+    chain: tuple[Any, ...]
+    times: int
+    """How often it runs in one step."""
+    share: int
+    """Over how many devices it is split."""
+
+    @property
+    def equation(self) -> Any:
+        return self.chain[-1]
+
+    @property
+    def line(self) -> str:
+        """The user's, of the innermost that knows one: what is kept from trace to trace does not."""
+        return next(filter(None, map(_jax.users_line_of, reversed(self.chain))), "")
+
+    @property
+    def scope(self) -> str:
+        """All named scopes around it."""
+        return "/".join(filter(None, map(_jax.scope_of, self.chain)))
+
+
+def _keep_largest(values: list[Value], aval: Any, place: _Place) -> None:
+    size = math.prod(d for d in aval.shape if isinstance(d, int)) * np.dtype(aval.dtype).itemsize // place.share
     if len(values) == _LARGEST and size <= values[-1].bytes:
         return
-    description = f"{equation.primitive.name} {aval.str_short(short_dtypes=True)}".partition("{")[0]
-    values.append(Value(size, description, _jax.users_line_of(equation), _jax.scope_of(equation)))
+    shape = ",".join(map(str, aval.shape))
+    values.append(Value(size, f"{place.equation.primitive.name} {aval.dtype}[{shape}]", place.line, place.scope))
     values.sort(key=lambda v: -v.bytes)
     del values[_LARGEST:]
 
 
-def _walk(jaxpr: Any, times: int, share: int) -> Iterator[tuple[Any, int, int]]:
-    """Each operation, how often it runs in one step, and over how many devices it is split."""
+def _walk(jaxpr: Any, around: _Place) -> Iterator[_Place]:
     for equation in jaxpr.eqns:
         name = equation.primitive.name
-        yield equation, times, share
-        factor = int(equation.params["length"]) if name == "scan" else 1
+        place = _Place((*around.chain, equation), around.times, around.share)
+        yield place
+        times = around.times * (int(equation.params["length"]) if name == "scan" else 1)
+        inside = _Place(place.chain, times, 1 if name == "shard_map" else around.share)
         for inner in _jax.inner_jaxprs(equation):
-            yield from _walk(getattr(inner, "jaxpr", inner), times * factor, 1 if name == "shard_map" else share)
+            yield from _walk(getattr(inner, "jaxpr", inner), inside)
 
 
-def _matmul(equation: Any, times: float) -> Matmul:
+def _matmul(place: _Place) -> Matmul:
+    equation, times = place.equation, place.times / place.share
     left, right = (atom.aval for atom in equation.invars[:2])
     out = equation.outvars[0].aval
     dtype = str(np.promote_types(left.dtype, right.dtype) if left.dtype != right.dtype else left.dtype)
-    where = {"dtype": dtype, "line": _jax.users_line_of(equation), "scope": _jax.scope_of(equation)}
     if equation.primitive.name == "dot_general":
         (contract, _), (batch, _) = equation.params["dimension_numbers"]
         inner = math.prod(left.shape[i] for i in contract)
         batches = math.prod(left.shape[i] for i in batch)
         rows = math.prod(left.shape) // max(1, inner * batches)
         columns = math.prod(right.shape) // max(1, inner * batches)
-        return Matmul(2.0 * batches * rows * inner * columns * times, sizes=(rows, inner, columns), **where)
+        return Matmul(
+            2.0 * batches * rows * inner * columns * times, dtype, (rows, inner, columns), place.line, place.scope
+        )
     numbers = equation.params["dimension_numbers"]
     kernel = right.shape
     per_output = math.prod(kernel) // max(1, kernel[numbers.rhs_spec[0]])
     # Positions that fall between the rows of a dilated input multiply zeros, which no machine needs to do.
     dilation = math.prod(equation.params["lhs_dilation"])
-    return Matmul(2.0 * math.prod(out.shape) * per_output / dilation * times, sizes=None, **where)
+    return Matmul(2.0 * math.prod(out.shape) * per_output / dilation * times, dtype, None, place.line, place.scope)

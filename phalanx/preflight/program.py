@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -152,7 +153,7 @@ class VariableStep:
         traced, call = trace.traced, trace.call
         compiled = Compiled(traced, self._function.donates)
         inputs = _Inputs(traced.strategy)
-        labels = [self._function.label_of_input(call, i) for i in compiled.args]
+        labels = [re.sub(r"\[<flat index 0>\]", "", self._function.label_of_input(call, i)) for i in compiled.args]
 
         def of_variable(i: int, donated: bool) -> Any:
             v = traced.captures[i][0]
@@ -233,9 +234,7 @@ class _Inputs:
         strategy = self._strategy
         local = (1, *shape[1:]) if split else tuple(shape)
         replicated = strategy is not None and len(strategy.devices) > 1 and not split
-        self.entries.append(
-            Entry(shape=local, whole_shape=tuple(shape), dtype=dtype, replicated=replicated, **entry)
-        )
+        self.entries.append(Entry(shape=local, whole_shape=tuple(shape), dtype=dtype, replicated=replicated, **entry))
         sharding = None if strategy is None else strategy.sharding(per_replica=split)
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, weak_type=weak)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from phalanx.preflight import estimate, hlo, operations
 from phalanx.preflight.checks import Evidence, Warning, all_warnings, human, layer_of
+from phalanx.preflight.compiler import Settings
 from phalanx.preflight.hlo import Collective
 from phalanx.preflight.outcome import Outcome
 from phalanx.preflight.program import Program
@@ -68,12 +69,13 @@ class Report:
     """
 
     def __init__(
-        self, program: Program, target: Target, outcome: Outcome, again: Callable[..., Report], timeout: float
+        self, program: Program, target: Target, outcome: Outcome, again: Callable[..., Report], settings: Settings
     ) -> None:
         self._program = program
         self._outcome = outcome
         self._again = again
-        self._timeout = timeout
+        self.effort = settings.effort
+        """How much the compiler optimized."""
         self.target = target
         self.name = program.name
         """The step's."""
@@ -142,7 +144,7 @@ class Report:
     @functools.cached_property
     def bytes(self) -> Bytes:
         """Memory of one device, by kind."""
-        kinds = {kind: 0 for kind in ("params", "slots", "inputs", "constants")}
+        kinds = dict.fromkeys(("params", "slots", "inputs", "constants"), 0)
         for entry in self._program.entries:
             kinds[entry.kind] += entry.bytes
         memory = self._outcome.memory
@@ -274,6 +276,7 @@ class Report:
             "fits": self.fits,
             "message": self.message if self.fits or "message" in known else None,
             "compiler_message": self.compiler_message or None,
+            "effort": self.effort,
             "compile_seconds": round(self.compile_seconds, 3),
             "bytes": asdict(self.bytes),
             "largest_buffers": [asdict(b) for b in self.largest_buffers],

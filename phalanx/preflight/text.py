@@ -73,7 +73,8 @@ def heading(report: Report) -> str:
     batch = "" if report.global_batch is None else f", {report.global_batch} rows in a batch"
     chips, n = report.target.num_chips, report.num_devices
     devices = f"{n} device{'s' * (n > 1)}" + (f" in {chips} chips" if report.target.chip and chips != n else "")
-    return f"{report.name} on {report.topology}: {devices}{batch}"
+    quick = ", compiled with little optimization" if report.effort == "quick" else ""
+    return f"{report.name} on {report.topology}: {devices}{batch}{quick}"
 
 
 def sections(report: Report) -> list[tuple[str, tuple[str, ...], Rows]]:
