@@ -20,11 +20,11 @@ HELP = "compile a training step for a TPU slice that is not here; exit code 0: i
 _NOTE = """\
 STEP is FILE:NAME. NAME is a px.function, a function that calls strategy.run, a jitted function, or a replicated and
 compiled Keras model, found in the file after it was run (not as a script: what stands under `if __name__ ==
-"__main__"` does not run). It may be a method, NAME.METHOD. It may also be a function that takes the global batch and
-returns the step and its example arguments, (step, *arguments), which is called when its name begins with "preflight".
+"__main__"` does not run). It may be a method, NAME.METHOD. Where the file has a function preflight_NAME, it is called
+with the global batch (or nothing) and returns the step and its example arguments, (step, *arguments).
 
 Examples:
-  phalanx preflight train.py:preflight_step --topology v5e:4x4 --global-batch 1024 --html report.html
+  phalanx preflight train.py:step --topology v5e:4x4 --global-batch 1024 --html report.html
   phalanx preflight train.py:step --arg float32[1024,28,28,1] --arg int32[1024] --topology v5e:2x4
   phalanx preflight train.py:step --arg float32[1024,784] --compare v5e:2x4,v6e:2x4,v5p:2x2x1
   phalanx preflight --topology list
@@ -99,18 +99,19 @@ def found_step(where: str, global_batch: int | None) -> tuple[Any, list[Any]]:
         found: Any = runpy.run_path(str(file), run_name="__preflight__")
     except SystemExit as error:
         raise _UsageError(f"{path} ended while it was run (exit code {error.code}), before it had {name!r}.") from error
+    if f"preflight_{name}" in found:
+        make = found[f"preflight_{name}"]
+        made = make(global_batch) if global_batch is not None else make()
+        return (made[0], list(made[1:])) if isinstance(made, tuple) else (made, [])
     first, *rest = name.split(".")
     if first not in found:
         known = ", ".join(sorted(k for k, v in found.items() if callable(v) and not k.startswith("_")))
-        raise _UsageError(f"{path} has no {first!r}. It has: {known}.")
+        raise _UsageError(f"{path} has no {first!r} and no 'preflight_{first}'. It has: {known}.")
     step = found[first]
     for part in rest:
         if not hasattr(step, part):
             raise _UsageError(f"{first} in {path} has no {part!r}.")
         step = getattr(step, part)
-    if name.rpartition(".")[2].startswith("preflight") and not isinstance(step, type):
-        made = step(global_batch) if global_batch is not None else step()
-        return (made[0], list(made[1:])) if isinstance(made, tuple) else (made, [])
     return step, []
 
 

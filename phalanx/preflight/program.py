@@ -102,6 +102,8 @@ class VariableStep:
         self.strategy = strategy or next((p.strategy for p in parts), None) or state.context().strategy
         self.rows = next((r for r in map(_rows, self._leaves) if r is not None), None)
         """Of the global batch, in the example arguments."""
+        self._context = state.context()
+        """The scope that it is looked at in, which is that of later looks too."""
         self._settled = False
 
     def prepare(self, target: Target, global_batch: int | None = None) -> Program:
@@ -114,12 +116,13 @@ class VariableStep:
         rows = global_batch or self.rows
         strategy = self.strategy
         if strategy is None:
-            return self._lowered(self._trace(rows, 1), target, rows)
+            with state.pushed(state.ContextFrame(state.top(), self._context)):
+                return self._lowered(self._trace(rows, 1), target, rows)
         devices = target.devices
         self._check_divides(rows, len(devices), target)
         with strategy.on_other_devices(devices):
             frame = SliceFrame()
-            frame.context = state.context()
+            frame.context = self._context
             with state.pushed(frame):
                 return self._lowered(self._trace(rows, len(devices)), target, rows)
 
@@ -130,9 +133,10 @@ class VariableStep:
         n, rows = 1 if self.strategy is None else self.strategy.num_replicas, self.rows
         if self.strategy is not None and rows is not None:
             rows = n * max(1, rows // n)
-        traced = self._trace(rows, n).traced
-        self.strategy = self.strategy or traced.strategy
-        self._function._adopt_captures(traced)
+        with state.pushed(state.ContextFrame(state.top(), self._context)):
+            traced = self._trace(rows, n).traced
+            self.strategy = self.strategy or traced.strategy
+            self._function._adopt_captures(traced)
         self._settled = True
 
     def _trace(self, rows: int | None, n: int) -> _Trace:
@@ -205,7 +209,7 @@ class _Example:
         if is_per_replica(leaf):
             shape = leaf.shape
             if shape and rows:
-                shape = (len(leaf) * shape[0] * (wanted or rows) // rows // n, *shape[1:])
+                shape = (leaf.stacked.shape[0] * shape[0] * (wanted or rows) // rows // n, *shape[1:])
             self._split(n, shape, leaf.dtype, leaf.strategy)
         elif _is_array(leaf):
             shape = tuple(leaf.shape)
@@ -252,7 +256,7 @@ def _is_array(leaf: Any) -> bool:
 def _rows(leaf: Any) -> int | None:
     """Rows over all replicas, where the leaf has some."""
     if is_per_replica(leaf):
-        return len(leaf) * leaf.shape[0] if leaf.shape else None
+        return leaf.stacked.shape[0] * leaf.shape[0] if leaf.shape else None
     return int(leaf.shape[0]) if _is_array(leaf) and leaf.shape else None
 
 
@@ -287,6 +291,12 @@ class JittedStep:
         types = [self._type(leaf, mesh, wanted) if _is_array(leaf) else leaf for leaf in leaves]
         args, kwargs = jax.tree.unflatten(structure, types)
         lowered, traced, donated = _lower_jitted(self.name, self._fn, args, kwargs, target)
+        if lowered.num_devices > target.num_devices:
+            raise ArgumentError(
+                f"preflight: {self.name} is written for {lowered.num_devices} devices, and {target.label} has"
+                f" {target.num_devices}."
+            )
+        n = lowered.num_devices
         entries = [
             Entry("inputs", name, _local_shape(t), tuple(t.shape), t.dtype, _is_replicated(t) and n > 1, donated=d)
             for t, d, name in zip(jax.tree.leaves((args, kwargs)), donated, _paths((args, kwargs)))
