@@ -22,7 +22,9 @@ def classifier(strategy, dense=64):
     x = keras.layers.BatchNormalization(name="norm")(x)
     x = keras.layers.Dropout(0.1)(x)
     model = px.keras.replicate(keras.Model(inputs, keras.layers.Dense(10, name="scores")(x)), strategy)
-    model.compile(keras.optimizers.Adam(), keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+    model.compile(
+        keras.optimizers.Adam(), keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"]
+    )
     return model
 
 

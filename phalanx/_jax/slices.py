@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import glob
 import importlib.util
 import os
@@ -12,6 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax._src import callback as _callback
 from jax._src import compiler as _compiler
 from jax._src import core as _core
 from jax._src import xla_bridge as _xla_bridge
@@ -40,14 +42,15 @@ class Lowered:
     """Which outputs XLA may split as it likes."""
     kept_inputs: tuple[int, ...]
     """Which inputs the program uses."""
-    num_callbacks: int
-    text: str
-    """The program in StableHLO, for reading."""
 
 
 def lower_traced(traced: Any, platform: str | None) -> Lowered:
     """Lower what ``jax.jit(...).trace`` gave, for a platform that need not be here; None for the one that is."""
-    lowered = traced.lower() if platform is None else traced.lower(lowering_platforms=(platform,))
+    if platform is None:
+        lowered = traced.lower()
+    else:
+        with _callbacks_left_out():
+            lowered = traced.lower(lowering_platforms=(platform,))
     computation = lowered._lowering
     given = computation.compile_args
     module = lowered.compiler_ir("stablehlo")
@@ -60,9 +63,30 @@ def lower_traced(traced: Any, platform: str | None) -> Lowered:
         tuple_arguments=platform == "tpu" and len(kept) > _TUPLED_FROM,
         free_outputs=(False,) * effects + tuple(outputs),
         kept_inputs=kept,
-        num_callbacks=len(given["host_callbacks"]),
-        text=lowered.as_text(),
     )
+
+
+_leaving_out = contextvars.ContextVar("leaving_out", default=False)
+_emit_python_callback = _callback.emit_python_callback
+
+
+def _emit(ctx: Any, callback: Any, token: Any, operands: Any, avals: Any, results: Any, **options: Any) -> Any:
+    """Zeros in the place of what Python would give: its functions are of this process, and cannot be sent to another."""
+    if not _leaving_out.get():
+        return _emit_python_callback(ctx, callback, token, operands, avals, results, **options)
+    return [_mlir.full_like_aval(ctx, 0, aval) for aval in results], token, None
+
+
+_callback.emit_python_callback = _emit
+
+
+@contextlib.contextmanager
+def _callbacks_left_out() -> Iterator[None]:
+    before = _leaving_out.set(True)
+    try:
+        yield
+    finally:
+        _leaving_out.reset(before)
 
 
 def compile_for_slice(lowered: Lowered, name: str, options: dict[str, Any], effort: float) -> Any:

@@ -167,7 +167,7 @@ def print_known() -> None:
     """All slices that are known."""
     from phalanx.preflight import targets
 
-    rows = [("topology", "chips", "devices", "HBM of a chip", "of all", "hosts")]
+    rows: list[tuple[str, ...]] = [("topology", "chips", "devices", "HBM of a chip", "of all", "hosts")]
     rows += [
         (
             t.name,
@@ -189,7 +189,7 @@ def print_comparison(reports: list[Report]) -> None:
     from phalanx.preflight.checks import human
     from phalanx.preflight.text import seconds
 
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             "topology",
             "devices",

@@ -71,6 +71,8 @@ def preflight(
     if strategy is not None and not isinstance(strategy, Strategy):
         raise ArgumentTypeError(f"preflight: strategy must be a strategy such as px.Mirrored(), got {strategy!r:.60}.")
     _check_positive(global_batch, "global_batch")
+    if topology is not None:
+        targets.find(topology, num_slices)
     if not args and not kwargs:
         args, kwargs = _known_arguments(fn)
     if isinstance(fn, jax.stages.Wrapped):

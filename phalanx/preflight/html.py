@@ -72,8 +72,8 @@ def page(report: Report) -> str:
         parts += ["<h2>Collectives</h2>", _table(columns, collective_rows(report.collectives))]
     scaling = scaling_plot(report)
     if scaling:
-        columns = ("chips", "topology", "step", "efficiency", "")
-        parts += ["<h2>Scaling, as many rows for each replica</h2>", scaling, _table(columns, scaling_rows(report))]
+        sizes = _table(("chips", "topology", "step", "efficiency", ""), scaling_rows(report))
+        parts += ["<h2>Scaling, as many rows for each replica</h2>", scaling, sizes]
     if report.warnings:
         items = "".join(
             f"<li><b>{escape(w.kind)}</b> {escape(str(w).partition(': ')[2])}</li>" for w in report.warnings

@@ -106,14 +106,14 @@ def memory_rows(report: Report) -> Rows:
     """Each kind with its bytes and its share of the memory there is."""
     b = report.bytes
     whole = b.available or b.total or 1
-    rows = [(label, human(getattr(b, kind)), f"{getattr(b, kind) / whole:.1%}") for kind, label in KINDS.items()]
+    rows: Rows = [(label, human(getattr(b, kind)), f"{getattr(b, kind) / whole:.1%}") for kind, label in KINDS.items()]
     rows = [row for row in rows if row[1] != "0 B"]
     rows.append(("total", human(b.total), f"{b.total / whole:.1%}"))
     if b.available is not None:
         rows.append(("available", human(b.available), ""))
     if b.aliased:
         rows.append(("results in the place of inputs", human(b.aliased), ""))
-    return rows  # type: ignore[return-value]
+    return rows
 
 
 def _largest(report: Report) -> Rows:
@@ -124,7 +124,7 @@ def work_rows(report: Report) -> Rows:
     """Arithmetic, traffic, and the times these would take."""
     if not report.compiles:
         return [("compiled in", f"{report.compile_seconds:.1f} s")]
-    rows = [
+    rows: Rows = [
         ("compiled in", f"{report.compile_seconds:.1f} s"),
         ("arithmetic of all devices", f"{report.flops:.4g} FLOP"),
         ("memory traffic of a device", human(report.bytes_accessed)),
@@ -137,12 +137,12 @@ def work_rows(report: Report) -> Rows:
             ("  memory", seconds(time.memory)),
             ("  communication", seconds(time.communication)),
         ]
-    return rows  # type: ignore[return-value]
+    return rows
 
 
 def collective_rows(collectives: list[Collective]) -> Rows:
     """The largest; the rest in one row."""
-    rows = [
+    rows: Rows = [
         (f"{c.kind} {c.dtype}", human(c.bytes), str(c.count), c.network or "-", str(c.group_size), c.source)
         for c in collectives[:_SHOWN]
     ]
