@@ -27,6 +27,8 @@ from jax.experimental import topologies
 from phalanx._jax.programs import Tracing
 
 _GOOGLE = "0x1ae0"
+_LITTLE = 19
+"""XLA's number for the level that it calls O1."""
 _TUPLED_FROM = 2000
 """Arguments from which JAX hands them to a TPU as one tuple."""
 
@@ -89,18 +91,18 @@ def _callbacks_left_out() -> Iterator[None]:
         _leaving_out.reset(before)
 
 
-def compile_for_slice(lowered: Lowered, name: str, options: dict[str, Any], effort: float) -> Any:
-    """XLA's executable for a TPU slice; loads libtpu. `effort` is 0 as in training, or -1 for little optimization."""
+def compile_for_slice(lowered: Lowered, name: str, options: dict[str, Any], quick: bool) -> Any:
+    """XLA's executable for a TPU slice; loads libtpu. `quick`: with little optimization."""
     devices = topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices
-    return _compile(lowered, devices, effort, load=False)
+    return _compile(lowered, devices, quick, load=False)
 
 
-def compile_here(lowered: Lowered, devices: Sequence[Any], effort: float) -> Any:
+def compile_here(lowered: Lowered, devices: Sequence[Any], quick: bool) -> Any:
     """XLA's executable for devices of this process."""
-    return _compile(lowered, devices, effort, load=True)
+    return _compile(lowered, devices, quick, load=True)
 
 
-def _compile(lowered: Lowered, devices: Sequence[Any], effort: float, load: bool) -> Any:
+def _compile(lowered: Lowered, devices: Sequence[Any], quick: bool, load: bool) -> Any:
     devices = list(devices)[: lowered.num_devices]
     client = devices[0].client
     assignment = np.array([d.id for d in devices])[None]
@@ -109,7 +111,8 @@ def _compile(lowered: Lowered, devices: Sequence[Any], effort: float, load: bool
     )
     options.parameter_is_tupled_arguments = lowered.tuple_arguments
     build = options.executable_build_options
-    build.exec_time_optimization_effort = effort
+    if quick:
+        build.optimization_level = _LITTLE
     build.allow_spmd_sharding_propagation_to_parameters = [False] * len(lowered.kept_inputs)
     build.allow_spmd_sharding_propagation_to_output = list(lowered.free_outputs)
     context = _mlir.make_ir_context()

@@ -1,4 +1,4 @@
-"""The process in which a program is compiled: ``python -m phalanx.preflight.child REQUEST ANSWER``.
+"""What runs in the process in which a program is compiled.
 
 A compiler that hangs or crashes takes this process down and no other.
 """
@@ -6,7 +6,6 @@ A compiler that hangs or crashes takes this process down and no other.
 from __future__ import annotations
 
 import pickle
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -28,10 +27,10 @@ def compiled(asked: Request) -> Outcome:
     start = time.perf_counter()
     try:
         if asked.slice_name:
-            executable = _jax.compile_for_slice(asked.lowered, asked.slice_name, asked.options, asked.effort)
+            executable = _jax.compile_for_slice(asked.lowered, asked.slice_name, asked.options, asked.quick)
         else:
             devices = asked.devices or jax.devices()
-            executable = _jax.compile_here(asked.lowered, devices, asked.effort)
+            executable = _jax.compile_here(asked.lowered, devices, asked.quick)
     except (jax.errors.JaxRuntimeError, RuntimeError, NotImplementedError, ValueError) as error:
         return Outcome(seconds=time.perf_counter() - start, message=str(error) or type(error).__name__)
     seconds = time.perf_counter() - start
@@ -52,7 +51,3 @@ def _memory(executable: Any) -> dict[str, int]:
 def _cost(executable: Any) -> dict[str, float]:
     found = executable.cost_analysis() or {}
     return found[0] if isinstance(found, (list, tuple)) else found
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -23,6 +23,8 @@ from phalanx.preflight.targets import Target
 Effort = Literal["full", "quick"]
 """How much the compiler optimizes: as in training, or little, which takes a twentieth of the time with convolutions."""
 
+_PROGRAM = "import sys; from phalanx.preflight.child import main; main(*sys.argv[1:])"
+
 _TAIL = 2000
 """Characters of what a process printed before it died."""
 
@@ -56,13 +58,13 @@ def run(lowered: _jax.Lowered, target: Target, settings: Settings) -> Outcome:
         CompilationError: when there is no compiler for it.
     """
     check_available(target)
-    effort = {"full": 0.0, "quick": -1.0}[settings.effort]
+    quick = settings.effort == "quick"
     if target.present:  # they are this process's, and another could not open them
-        return compiled(Request(lowered, devices=tuple(target.present), effort=effort))
+        return compiled(Request(lowered, devices=tuple(target.present), quick=quick))
     if target.platform == "tpu":
-        request = Request(lowered, target.name, target.compiler_options, effort=effort)
+        request = Request(lowered, target.name, target.compiler_options, quick=quick)
     else:
-        request = Request(lowered, effort=effort)
+        request = Request(lowered, quick=quick)
     return _in_child(request, target, settings.timeout)
 
 
@@ -72,7 +74,7 @@ def _in_child(request: Request, target: Target, timeout: float) -> Outcome:
         asked.write_bytes(pickle.dumps(request))
         with printed.open("wb") as output:
             child = subprocess.Popen(
-                [sys.executable, "-P", "-m", "phalanx.preflight.child", str(asked), str(answer)],
+                [sys.executable, "-P", "-c", _PROGRAM, str(asked), str(answer)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

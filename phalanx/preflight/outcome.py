@@ -18,8 +18,8 @@ class Request:
     options: dict[str, Any] = field(default_factory=dict)
     devices: tuple[Any, ...] = ()
     """Which of them, when it is this process."""
-    effort: float = 0.0
-    """How much XLA optimizes: 0 as in training, -1 little."""
+    quick: bool = False
+    """With little optimization."""
 
 
 @dataclass(frozen=True)
