@@ -3,6 +3,8 @@
 import importlib
 
 from phalanx import errors as errors
+from phalanx.checkpoint.checkpoint import Checkpoint as Checkpoint
+from phalanx.checkpoint.manager import CheckpointManager as CheckpointManager
 from phalanx.control_flow import cond as cond
 from phalanx.control_flow import scan as scan
 from phalanx.control_flow import while_loop as while_loop

@@ -8,6 +8,7 @@ __all__ = [
     "ArgumentTypeError",
     "AssignmentError",
     "AssignmentTypeError",
+    "CheckpointError",
     "DeviceError",
     "FrozenVariableError",
     "PhalanxError",
@@ -80,6 +81,10 @@ class StrategyError(PhalanxError, RuntimeError):
 
 class DeviceError(PhalanxError, RuntimeError):
     """The devices that were asked for cannot be had."""
+
+
+class CheckpointError(PhalanxError, RuntimeError):
+    """A checkpoint could not be written, is damaged, or does not fit the objects that are to be restored."""
 
 
 class UnevenBatchError(PhalanxError, ValueError):
