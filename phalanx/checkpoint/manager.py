@@ -199,6 +199,13 @@ class CheckpointManager:
         """
         self._finish("wait()", ())
 
+    def settle(self) -> None:
+        """Wait until this process has written what it had to write, whatever the others do; for the way out after an error.
+
+        What went wrong is raised by the next call of another method.
+        """
+        self._writing.join()
+
     def _finish(self, doing: str, leaves: Any) -> None:
         """All processes are here and do the same with the same objects, and the last checkpoint is complete."""
         failure = self._writing.failure() if self._processes.leads else None
@@ -323,11 +330,15 @@ class Writing:
         self._thread = threading.Thread(target=run, name="phalanx-checkpoint")
         self._thread.start()
 
-    def failure(self) -> str | None:
-        """Wait for the end, and say what went wrong, once."""
+    def join(self) -> None:
+        """Wait for the end."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+
+    def failure(self) -> str | None:
+        """Wait for the end, and say what went wrong, once."""
+        self.join()
         error, self._error = self._error, None
         return None if error is None else f"{type(error).__name__}: {error}"
 

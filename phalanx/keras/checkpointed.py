@@ -12,20 +12,28 @@ from typing import Any
 
 from phalanx.checkpoint.objects import Parts, not_built, register
 from phalanx.keras._keras import automatic_name, keras
+from phalanx.optim import Optimizer
 
 _SEEDS = re.compile(r"^(seed_generator)_\d+$")
 
 
 def _of_model(model: Any, path: str) -> Parts:
-    if not model.built:
+    if not is_built(model):
         raise not_built(path, "Call the model on a batch, or model.build(input_shape),")
-    found = _by_name(_names(model), model.variables)
     optimizer = getattr(model, "optimizer", None)
-    if optimizer is not None:
-        if not optimizer.built:
-            optimizer.build(model.trainable_variables)
-        found.append(("optimizer", optimizer))
-    return found
+    if optimizer is not None and not optimizer.built:
+        optimizer.build(model.trainable_variables)
+    own = {"optimizer": optimizer, **vars(model)}
+    optimizers = [
+        (name, own[name]) for name in sorted(own) if isinstance(own[name], (keras.optimizers.Optimizer, Optimizer))
+    ]
+    return [*_by_name(_names(model), model.variables), *optimizers]
+
+
+def is_built(model: Any) -> bool:
+    """Whether the variables of a model are there; one with steps of its own may use its layers without being called."""
+    inner = list(model._flatten_layers(include_self=False))
+    return bool(model.built or (inner and all(layer.built for layer in inner)))
 
 
 def _of_layer(layer: Any, path: str) -> Parts:
