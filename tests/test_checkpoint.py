@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import random
+import subprocess
+import sys
 import threading
 from collections import namedtuple
 
@@ -428,3 +430,12 @@ def test_checkpoints_are_for_eager_code(tmp_path):
 def test_bad_arguments_are_refused(call, kind, message, tmp_path):
     with pytest.raises(kind, match=message):
         call(px.CheckpointManager(tmp_path))
+
+
+def test_orbax_is_imported_where_it_is_needed_and_its_absence_says_what_to_install(monkeypatch, tmp_path):
+    code = "import phalanx as px, sys; px.Checkpoint(a=1); print({'orbax', 'keras'} & set(sys.modules))"
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert printed == "set()\n"
+    monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
+    with pytest.raises(ImportError, match=r"pip install 'phalanx\[checkpoint\]'"):
+        px.CheckpointManager(tmp_path)
