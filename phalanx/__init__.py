@@ -3,6 +3,8 @@
 import importlib
 
 from phalanx import errors as errors
+from phalanx.audit import Auditor as Auditor
+from phalanx.audit import audit as audit
 from phalanx.checkpoint.checkpoint import Checkpoint as Checkpoint
 from phalanx.checkpoint.manager import CheckpointManager as CheckpointManager
 from phalanx.control_flow import cond as cond

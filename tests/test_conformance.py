@@ -144,6 +144,13 @@ def checkpoint_manager(bench: Bench) -> Any:
         return manager.restore_latest(px.Checkpoint(own=bench.kept["own"]))
 
 
+def auditor(bench: Bench) -> Any:
+    auditor = px.Auditor(bench.strategy, every=1)
+    auditor.after_step()
+    auditor.finish()
+    return auditor.audits
+
+
 def settings(bench: Bench) -> None:
     px.strict(True)
     px.strict(False)
@@ -161,6 +168,7 @@ def always(value: Any) -> Callable[[int, str], Any]:
 
 
 TABLE: dict[str, Example] = {
+    "Auditor": Example(auditor, always(1), ("eager",)),
     "Checkpoint": Example(checkpoint, always(4)),
     "CheckpointManager": Example(checkpoint_manager, always(1), ("eager",)),
     "Component": Example(component, lambda n, place: 10.0 * (n - 1), OUTSIDE),
@@ -176,6 +184,7 @@ TABLE: dict[str, Example] = {
     "Strategy": Example(strategy_runs, lambda n, place: 2.0 * n, ("eager", "function")),
     "TPU": Example(lambda b: px.TPU(), always(None), (), errors.DeviceError),
     "Variable": Example(variable, adds(3.0, 1.0)),
+    "audit": Example(lambda b: px.audit(b.strategy).equal, always(True), ("eager",)),
     "cond": Example(cond, lambda n, place: 7.0 * n if place == "replica" else 7.0),
     "cpu_devices": Example(lambda b: px.cpu_devices(8), always(None)),
     "function": Example(lambda b: px.function(lambda x: x * b.kept["w"])(2.0), always(6.0)),
