@@ -11,6 +11,7 @@ __all__ = [
     "CheckpointError",
     "DeviceError",
     "FrozenVariableError",
+    "NonFiniteError",
     "PhalanxError",
     "ReplicaDivergenceError",
     "RetraceError",
@@ -85,6 +86,10 @@ class DeviceError(PhalanxError, RuntimeError):
 
 class CheckpointError(PhalanxError, RuntimeError):
     """A checkpoint could not be written, is damaged, or does not fit the objects that are to be restored."""
+
+
+class NonFiniteError(PhalanxError, RuntimeError):
+    """A loss, gradient or other value that was to be finite is NaN or infinite."""
 
 
 class UnevenBatchError(PhalanxError, ValueError):

@@ -47,6 +47,7 @@ class Bench:
                 "own": px.Variable(0.0, name="own", synchronization="on_read", aggregation="sum"),
                 "mean": px.Variable(0.0, name="mean", synchronization="on_read", aggregation="mean"),
                 "optimizer": px.Optimizer(optax.sgd(1.0)),
+                "guard": px.NonFiniteGuard(px.Optimizer(optax.sgd(1.0)), "skip"),
             }
         self.strategy.run(lambda: self.kept["own"].assign(10.0 * px.get_replica_context().replica_id))
 
@@ -151,6 +152,18 @@ def auditor(bench: Bench) -> Any:
     return auditor.audits
 
 
+def non_finite_guard(bench: Bench) -> Any:
+    guard = bench.kept["guard"]
+    guard.apply_gradients([(jnp.float32(jnp.nan), bench.kept["w"])], reduce=None)
+    guard.apply_gradients([(1.0, bench.kept["w"])], reduce=None)
+    return bench.kept["w"].value
+
+
+def resumable(bench: Bench) -> Any:
+    with tempfile.TemporaryDirectory() as directory:
+        return sum(step.batch for step in px.resumable(directory, [1, 2], px.Checkpoint(own=bench.kept["own"])))
+
+
 def settings(bench: Bench) -> None:
     px.strict(True)
     px.strict(False)
@@ -175,6 +188,7 @@ TABLE: dict[str, Example] = {
     "ForwardAccumulator": Example(forward_accumulator, always(12.0)),
     "GradientTape": Example(gradient_tape, always(6.0)),
     "Mirrored": Example(lambda b: px.Mirrored(jax.devices()[: b.n]).num_replicas, lambda n, place: n),
+    "NonFiniteGuard": Example(non_finite_guard, always(2.0)),
     "OneDevice": Example(lambda b: px.OneDevice("cpu:3").num_replicas, always(1)),
     "Optimizer": Example(optimizer, always(2.0)),
     "PerReplica": Example(per_replica, lambda n, place: sum(range(n)), OUTSIDE),
@@ -187,6 +201,7 @@ TABLE: dict[str, Example] = {
     "audit": Example(lambda b: px.audit(b.strategy).equal, always(True), ("eager",)),
     "cond": Example(cond, lambda n, place: 7.0 * n if place == "replica" else 7.0),
     "cpu_devices": Example(lambda b: px.cpu_devices(8), always(None)),
+    "finite_or_raise": Example(lambda b: px.finite_or_raise(b.kept["w"].value), always(3.0), ("eager",), errors.TracingError),
     "function": Example(lambda b: px.function(lambda x: x * b.kept["w"])(2.0), always(6.0)),
     "get_replica_context": Example(
         lambda b: getattr(px.get_replica_context(), "num_replicas", None), lambda n, place: {"replica": n, "merge": None}.get(place, 1)
@@ -194,6 +209,7 @@ TABLE: dict[str, Example] = {
     "get_strategy": Example(lambda b: px.get_strategy().num_replicas, lambda n, place: n if place in ("replica", "merge") else 1),
     "in_cross_replica_context": Example(lambda b: px.in_cross_replica_context(), lambda n, place: place == "merge"),
     "progress": Example(lambda b: sum(px.progress([1, 2])), always(3)),
+    "resumable": Example(resumable, always(3), ("eager",)),
     "run_functions_eagerly": Example(settings, always(None)),
     "scan": Example(scan, always(4.0)),
     "self_check": Example(self_check, always("equal"), ("eager",)),
@@ -254,6 +270,7 @@ def cause(name: str, strategy: px.Strategy) -> None:
         "CheckpointError": lambda: unwritable(v),
         "DeviceError": lambda: px.OneDevice("cpu:1000"),
         "FrozenVariableError": lambda: jax.jit(lambda: v * 2.0)(),
+        "NonFiniteError": lambda: px.finite_or_raise(jnp.array([1.0, jnp.inf]), "the loss"),
         "PhalanxError": lambda: raise_(errors.PhalanxError("the base class is raised by nothing else")),
         "ReplicaDivergenceError": lambda: v.assign(parts),
         "RetraceError": lambda: [px.strict(True), *(double(jnp.ones(i)) for i in range(4))],
