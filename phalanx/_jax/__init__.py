@@ -30,6 +30,9 @@ from phalanx._jax.observed import observe_operations as observe_operations
 from phalanx._jax.operations import Operation as Operation
 from phalanx._jax.operations import OperationCache as OperationCache
 from phalanx._jax.processes import Roundtable as Roundtable
+from phalanx._jax.profiler import DeviceOperation as DeviceOperation
+from phalanx._jax.profiler import compilations as compilations
+from phalanx._jax.profiler import device_operations as device_operations
 from phalanx._jax.programs import Program as Program
 from phalanx._jax.programs import Tracing as Tracing
 from phalanx._jax.programs import compiling as compiling
