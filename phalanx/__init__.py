@@ -2,7 +2,9 @@
 
 import importlib
 
+from phalanx import cluster as cluster
 from phalanx import errors as errors
+from phalanx.cluster.connection import connect as connect
 from phalanx.control_flow import cond as cond
 from phalanx.control_flow import scan as scan
 from phalanx.control_flow import while_loop as while_loop

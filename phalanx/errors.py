@@ -8,6 +8,7 @@ __all__ = [
     "ArgumentTypeError",
     "AssignmentError",
     "AssignmentTypeError",
+    "ClusterError",
     "DeviceError",
     "FrozenVariableError",
     "PhalanxError",
@@ -80,6 +81,10 @@ class StrategyError(PhalanxError, RuntimeError):
 
 class DeviceError(PhalanxError, RuntimeError):
     """The devices that were asked for cannot be had."""
+
+
+class ClusterError(PhalanxError, RuntimeError):
+    """The processes of a cluster cannot be found, cannot be reached, or do not agree."""
 
 
 class UnevenBatchError(PhalanxError, ValueError):

@@ -29,7 +29,13 @@ from phalanx._jax.observed import close_traces as close_traces
 from phalanx._jax.observed import observe_operations as observe_operations
 from phalanx._jax.operations import Operation as Operation
 from phalanx._jax.operations import OperationCache as OperationCache
-from phalanx._jax.processes import Roundtable as Roundtable
+from phalanx._jax.processes import connect as connect
+from phalanx._jax.processes import connected as connected
+from phalanx._jax.processes import delete_note as delete_note
+from phalanx._jax.processes import is_collective_failure as is_collective_failure
+from phalanx._jax.processes import read_note as read_note
+from phalanx._jax.processes import stay_on_loopback as stay_on_loopback
+from phalanx._jax.processes import write_note as write_note
 from phalanx._jax.programs import Program as Program
 from phalanx._jax.programs import Tracing as Tracing
 from phalanx._jax.programs import compiling as compiling
