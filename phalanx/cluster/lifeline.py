@@ -33,7 +33,8 @@ def end_process(code: int, text: str) -> None:
             stream.flush()
         except Exception:  # a closed pipe
             pass
-    os.write(2, f"{text}\n".encode())
+    if text:
+        os.write(2, f"{text}\n".encode())
     os._exit(code)
 
 
