@@ -12,6 +12,7 @@ from phalanx._jax.devices import replica_mesh as replica_mesh
 from phalanx._jax.devices import replicated as replicated
 from phalanx._jax.devices import span as span
 from phalanx._jax.devices import split as split
+from phalanx._jax.devices import would_hang as would_hang
 from phalanx._jax.jaxprs import COLLECTIVES as COLLECTIVES
 from phalanx._jax.jaxprs import has_callback as has_callback
 from phalanx._jax.jaxprs import has_collective as has_collective

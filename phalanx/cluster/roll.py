@@ -61,7 +61,12 @@ def call_the_roll(spec: ClusterSpec, me: Member, timeout: float, bind: str | Non
     end = time.monotonic() + timeout
     if spec.process_id == 0:
         with _listen(spec, bind) as door:
-            return _Host(me, timeout, door).wait(end)
+            host = _Host(me, timeout, door)
+            try:
+                return host.wait(end)
+            except BaseException:
+                host.close()
+                raise
     return _attend(spec, me, timeout, end)
 
 
@@ -120,6 +125,7 @@ class _Host:
             for i, (_, wire) in list(self._there.items()):
                 if wire in ready and (wire.receive() or wire.closed):
                     del self._there[i]  # it died; whoever restarts it may do so in time
+                    wire.close()
         for wire in self._strangers:
             wire.close()
         members = (self._me, *(self._there[i][0] for i in others))
@@ -131,28 +137,39 @@ class _Host:
         for message in wire.receive():
             member = _member(message.get("hello"))
             if member is None:
-                wire.closed = True
                 break
-            self._strangers.remove(wire)
             known = self._there.get(member.process_id)
-            self._there[-1 if known else member.process_id] = member, wire
             if known or member.process_id == 0:
-                self._refuse(f"two processes say that they are process {member.process_id}: {known[0] if known else self._me} and"
-                             f" {member}. Give each its own number")  # fmt: skip
-            if member.num_processes != self._me.num_processes or member.process_id > self._me.num_processes:
-                self._refuse(f"{member} was told of {member.num_processes} processes, and {self._me} of {self._me.num_processes}")
+                self._refuse(
+                    f"two processes say that they are process {member.process_id}: {known[0] if known else self._me} and"
+                    f" {member}. Give each its own number"
+                )
+            if member.num_processes != self._me.num_processes:
+                self._refuse(
+                    f"{member} was told of {member.num_processes} processes, and {self._me} of {self._me.num_processes}"
+                )
             if member.versions != self._me.versions:
-                self._refuse(f"{member} has {member.versions}, and {self._me} has {self._me.versions}. Install the same everywhere")
-            return
-        if wire.closed and wire in self._strangers:
+                self._refuse(
+                    f"{member} has {member.versions}, and {self._me} has {self._me.versions}. Install the same everywhere"
+                )
             self._strangers.remove(wire)
-            wire.close()
+            self._there[member.process_id] = member, wire
+            return
+        else:
+            if not wire.closed:
+                return
+        self._strangers.remove(wire)
+        wire.close()
 
     def _refuse(self, why: str) -> None:
-        for _, wire in self._there.values():
+        for wire in (*self._strangers, *(wire for _, wire in self._there.values())):
             wire.send(refused=why)
-            wire.close()
         raise ClusterError(f"px.connect: {why}.")
+
+    def close(self) -> None:
+        """Let go of all connections."""
+        for wire in (*self._strangers, *(wire for _, wire in self._there.values())):
+            wire.close()
 
 
 def _missing(missing: list[int], me: Member, timeout: float) -> str:
@@ -171,7 +188,7 @@ def _member(given: Any) -> Member | None:
     numbers = (member.process_id, member.num_processes, member.pid)
     texts = (member.host, member.versions)
     fits = all(type(n) is int and n >= 0 for n in numbers) and all(type(t) is str and t.isprintable() for t in texts)
-    return member if fits else None
+    return member if fits and member.process_id < member.num_processes else None
 
 
 # ---- the others ----------------------------------------------------------------------------------
@@ -186,12 +203,16 @@ def _attend(spec: ClusterSpec, me: Member, timeout: float, end: float) -> Roll:
             problem = str(error)
             time.sleep(min(left, _RETRY_SECONDS))
             continue
-        wire.send(hello=asdict(me))
-        roll = _verdict(spec, wire, end + _VERDICT_SECONDS)
+        roll = None
+        try:
+            wire.send(hello=asdict(me))
+            roll = _verdict(spec, wire, end + _VERDICT_SECONDS)
+        finally:
+            if roll is None:
+                wire.close()
         if roll is not None:
             return roll
         problem = "process 0 closed the connection, or something else is listening there"
-        wire.close()
         time.sleep(min(max(0.0, left), _RETRY_SECONDS))
     raise ClusterError(
         f"px.connect: {_coordinator(spec)}: process {me.process_id} could not reach process 0 there within {timeout:.0f} s"

@@ -23,7 +23,7 @@ from phalanx.distribute.feeding import ValueContext, values_from_function
 from phalanx.distribute.reductions import compute, gather_leaf, is_distributed, reduce_leaf
 from phalanx.distribute.run import run_in_trace
 from phalanx.distribute.values import PerReplica, is_per_replica
-from phalanx.errors import ArgumentError, ArgumentTypeError, StrategyError
+from phalanx.errors import ArgumentError, ArgumentTypeError, DeviceError, StrategyError
 from phalanx.variables import Component, Variable
 
 logger = logging.getLogger("phalanx")
@@ -51,6 +51,11 @@ class Strategy:
         logger.info("%s", self.describe())
 
     def _use_devices(self, devices: Sequence[Any]) -> None:
+        if _jax.would_hang(devices):
+            raise DeviceError(
+                f"{type(self).__name__}: several CPU devices in each of several processes hang in JAX {jax.__version__}. Start"
+                " one process for each device (phalanx launch --devices-per-process 1), or use JAX 0.11 or later."
+            )
         self.devices = tuple(devices)
         """The replicas' devices, in replica order."""
         self.mesh = _jax.replica_mesh(self.devices)
