@@ -40,8 +40,13 @@ types: $(VENV)/.done
 docs: $(VENV)/.done
 	$(BIN)/mkdocs build --strict --quiet
 
-bench: $(VENV)/.done
+bench: $(VENV)/.done .bench/tensorflow/.done .bench/torch/.done   ## next to JAX by hand and to other libraries
 	$(BIN)/python -m benchmarks
+
+.bench/%/.done: benchmarks/requirements-%.txt $(CONSTRAINTS)
+	$(PYTHON) -m venv .bench/$*
+	.bench/$*/bin/pip install --quiet $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)) --requirement $<
+	@touch $@
 
 clean:
 	rm -rf $(VENV) build dist site out *.egg-info

@@ -18,30 +18,71 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module, metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-WORKLOADS = ("eager", "step", "dispatch", "tracing", "loop", "feeding", "keras_fit", "importing")
+WORKLOADS = (
+    "eager",
+    "step",
+    "first_step",
+    "dispatch",
+    "tracing",
+    "tracing_keras",
+    "loop",
+    "memory",
+    "feeding",
+    "keras_fit",
+    "importing",
+)
 """Modules of this package, each with REPLICAS, UNIT and cases(replicas, quick)."""
 
-_UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6}
+_UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6, "MB": 1e-6}
 _ROOT = Path(__file__).parents[1]
+
+
+class Contender(Protocol):
+    """One way of doing a case's work. The first of a case is Phalanx, which the others are compared with."""
+
+    @property
+    def name(self) -> str:
+        """What the table calls it."""
+
+    def numbers(self) -> Any:
+        """What all of a case must agree on, or None; asked for once, before any timing."""
+
+    def round(self, steps: int) -> float:
+        """Do the work so many times: the median of the seconds, in which an interrupted one does not count."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way of doing a case's work. The first of a case is Phalanx, which the others are compared with."""
+    """A contender in this process."""
 
     name: str
     step: Callable[[], Any]
     """Does the work once and waits until it is finished."""
 
     check: Callable[[], Any] | None = None
-    """Numbers that all candidates of the case must agree on; called once, before any timing."""
+    """Gives the numbers."""
 
     prepare: Callable[[], Any] | None = None
     """Called before each step and not timed."""
+
+    def numbers(self) -> Any:
+        """Those of the check."""
+        return None if self.check is None else self.check()
+
+    def round(self, steps: int) -> float:
+        """The median of some steps."""
+        times = []
+        for _ in range(steps):
+            if self.prepare is not None:
+                self.prepare()
+            start = time.perf_counter()
+            self.step()
+            times.append(time.perf_counter() - start)
+        return statistics.median(times)
 
 
 @dataclass(frozen=True)
@@ -49,7 +90,7 @@ class Case:
     """One piece of work; its candidates are made when its turn comes."""
 
     name: str
-    candidates: Callable[[], Sequence[Candidate]]
+    candidates: Callable[[], Sequence[Contender]]
 
 
 @dataclass(frozen=True)
@@ -67,15 +108,15 @@ class Effort:
 # ---- timing --------------------------------------------------------------------------------------
 
 
-def measure(candidates: Sequence[Candidate], effort: Effort) -> list[dict[str, Any]]:
+def measure(candidates: Sequence[Contender], effort: Effort) -> list[dict[str, Any]]:
     """Check the candidates, time them in turn, and give one row of figures (in seconds) for each."""
-    checks = [None if c.check is None else np.asarray(c.check(), np.float64) for c in candidates]
+    checks = [None if (numbers := c.numbers()) is None else np.asarray(numbers, np.float64) for c in candidates]
     require_equal([c.name for c in candidates], checks)
     steps = [_steps_for(candidate, effort) for candidate in candidates]
     rounds: list[list[float]] = [[] for _ in candidates]
     for _ in range(effort.rounds):
         for i, candidate in enumerate(candidates):
-            rounds[i].append(_round(candidate, steps[i]))
+            rounds[i].append(candidate.round(steps[i]))
     return [
         {
             "name": candidate.name,
@@ -102,20 +143,8 @@ def _close(a: Any, b: Any) -> bool:
     return a.shape == b.shape and bool(np.all(np.isfinite(a))) and np.allclose(a, b, rtol=1e-3, atol=1e-6)
 
 
-def _round(candidate: Candidate, steps: int) -> float:
-    """The median of some steps: a single one that was interrupted does not count."""
-    times = []
-    for _ in range(steps):
-        if candidate.prepare is not None:
-            candidate.prepare()
-        start = time.perf_counter()
-        candidate.step()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
-
-
-def _steps_for(candidate: Candidate, effort: Effort) -> int:
-    once = _round(candidate, effort.steps)
+def _steps_for(candidate: Contender, effort: Effort) -> int:
+    once = candidate.round(effort.steps)
     return max(effort.steps, min(10_000, int(effort.seconds / once)))
 
 

@@ -1,4 +1,4 @@
-"""`fit` of a replicated Keras model next to plain Keras, or with several replicas to Keras's own DataParallel.
+"""`fit` of a replicated Keras model next to Keras alone, or its own DataParallel, and to TensorFlow.
 
 A figure is the time of a whole epoch; the case says of how many steps.
 """
@@ -15,7 +15,8 @@ import numpy as np
 
 import phalanx as px
 import phalanx.keras  # before Keras, so that it runs on JAX
-from benchmarks.harness import Candidate, Case
+from benchmarks import peers
+from benchmarks.harness import Candidate, Case, Contender
 
 import keras  # isort: skip
 
@@ -27,10 +28,10 @@ def cases(replicas: int, quick: bool) -> Iterator[Case]:
     steps = 2 if quick else 50
     for layers, width, batch in ((3, 256, 256), (100, 32, 64)):
         name = f"{layers} layers of {width}, batch {batch}, {steps} steps"
-        yield Case(name, functools.partial(_candidates, replicas, layers, width, batch, steps))
+        yield Case(name, functools.partial(_contenders, replicas, layers, width, batch, steps))
 
 
-def _candidates(replicas: int, layers: int, width: int, batch: int, steps: int) -> list[Candidate]:
+def _contenders(replicas: int, layers: int, width: int, batch: int, steps: int) -> list[Contender]:
     rng = np.random.default_rng(0)
     x = rng.normal(size=(steps * batch, width)).astype(np.float32)
     y = rng.normal(size=(steps * batch, 1)).astype(np.float32)
@@ -60,4 +61,6 @@ def _candidates(replicas: int, layers: int, width: int, batch: int, steps: int) 
     else:
         names = [f"cpu:{d.id}" if d.platform == "cpu" else f"{d.platform}:{d.id}" for d in devices]
         epochs["Keras, DataParallel"] = fit(model, keras.distribution.DataParallel(devices=names).scope)
-    return [Candidate(name, epoch, epoch) for name, epoch in epochs.items()]
+    setting = {"replicas": replicas, "layers": layers, "width": width, "batch": batch, "steps": steps}
+    there = peers.found({"Keras on TensorFlow, MirroredStrategy": "tensorflow"}, "keras_fit", setting, quick=steps < 50)
+    return [*(Candidate(name, epoch, epoch) for name, epoch in epochs.items()), *there]

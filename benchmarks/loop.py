@@ -13,7 +13,8 @@ import optax
 
 import phalanx as px
 from benchmarks.harness import Candidate, Case
-from benchmarks.models import mlp_parameters, regression_batch, squared_error
+from benchmarks.models import mlp_loss
+from benchmarks.problems import mlp_parameters, regression_batch
 
 REPLICAS = (1,)
 UNIT = "ms"
@@ -40,7 +41,7 @@ def _with_px(tx: Any, parameters: Any, rows: int, xs: Any, ys: Any) -> Any:
 
     def train_step(_: Any, batch: Any) -> Any:
         with px.GradientTape() as tape:
-            loss = squared_error(variables, *batch) / rows
+            loss = mlp_loss(variables, *batch) / rows
         optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))
         return None, loss
 
@@ -57,7 +58,7 @@ def _with_px(tx: Any, parameters: Any, rows: int, xs: Any, ys: Any) -> Any:
 def _with_lax(tx: Any, parameters: Any, rows: int, xs: Any, ys: Any) -> Any:
     def train_step(carry: Any, batch: Any) -> Any:
         p, o = carry
-        loss, grads = jax.value_and_grad(lambda p: squared_error(p, *batch) / rows)(p)
+        loss, grads = jax.value_and_grad(lambda p: mlp_loss(p, *batch) / rows)(p)
         updates, o = tx.update(grads, o, p)
         return (optax.apply_updates(p, updates), o), loss
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -15,15 +15,8 @@ import numpy as np
 
 import phalanx as px
 from benchmarks.harness import Candidate, Case
-from benchmarks.models import (
-    SEQUENCE,
-    VOCABULARY,
-    mlp_parameters,
-    regression_batch,
-    squared_error,
-    transformer_loss,
-    transformer_parameters,
-)
+from benchmarks.models import LOSSES
+from benchmarks.problems import Problem, mlp, transformer
 
 REPLICAS = (1,)
 UNIT = "ms"
@@ -31,14 +24,13 @@ UNIT = "ms"
 
 def cases(replicas: int, quick: bool) -> Iterator[Case]:
     layers = 2 if quick else 12
-    tokens = np.random.default_rng(1).integers(0, VOCABULARY, (2, SEQUENCE))
-    models: dict[str, tuple[Callable[..., Any], Any, Any]] = {
-        "MLP 4 x 64": (squared_error, mlp_parameters([64] * 5), regression_batch(32, 64)),
-        f"{layers}-layer transformer": (transformer_loss, transformer_parameters(layers, 64), (tokens,)),
-    }
-    for name, model in models.items():
+    problems = (
+        mlp("MLP 4 x 64", [64] * 5, 32),
+        transformer(f"{layers}-layer transformer", layers, width=64, length=32, rows=2),
+    )
+    for problem in problems:
         for temperature, prepare in (("warm", None), ("cold", forget)):
-            yield Case(f"{name}, {temperature}", functools.partial(_candidates, *model, prepare))
+            yield Case(f"{problem.name}, {temperature}", functools.partial(_candidates, problem, prepare))
 
 
 def forget() -> None:
@@ -46,10 +38,9 @@ def forget() -> None:
     jax.clear_caches()
 
 
-def _candidates(
-    loss_fn: Callable[..., Any], parameters: Sequence[Any], batch: Sequence[Any], prepare: Any
-) -> list[Candidate]:
-    arrays, batch = jax.tree.map(jnp.asarray, (list(parameters), tuple(batch)))
+def _candidates(problem: Problem, prepare: Any) -> list[Candidate]:
+    loss_fn = LOSSES[problem.kind]
+    arrays, batch = jax.tree.map(jnp.asarray, (problem.parameters, problem.batch))
     variables = [px.Variable(a) for a in arrays]
 
     def function() -> Any:

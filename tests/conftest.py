@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import jax
 import pytest
@@ -11,6 +12,9 @@ import phalanx as px
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 px.cpu_devices(8)
+
+# A shell starts a command with `&` with SIGINT ignored, and children inherit that: Ctrl-C is tested all the same.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(params=[1, 2, 4], ids=lambda n: f"replicas{n}")

@@ -9,10 +9,12 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import optax
 import pytest
 
-from benchmarks import harness
+from benchmarks import by_hand, harness, peers
 from benchmarks.__main__ import main
+from benchmarks.problems import training_problems
 
 ROOT = Path(__file__).parents[1]
 
@@ -48,12 +50,25 @@ def test_the_report_says_where_and_with_what_it_was_measured(report):
 
 @pytest.mark.slow
 def test_what_was_written_by_hand_computes_what_phalanx_computes(report):
-    results = [result for result in report[0]["results"] if result["workload"] != "importing"]
+    results = [result for result in report[0]["results"] if result["workload"] not in ("importing", "memory")]
     for result in results:
         first, *others = [row["check"] for row in result["candidates"]]
         assert all(map(math.isfinite, first))
         for other in others:
             np.testing.assert_allclose(other, first, rtol=1e-3, atol=1e-6, err_msg=result["case"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", ["tensorflow", "torch"])
+def test_peers_compute_what_is_written_by_hand(module):
+    pytest.importorskip(module)
+    problem = next(iter(training_problems(quick=True).values()))
+    setting = {"problem": problem.name, "optimizer": "Adam", "replicas": 2, "quick": True}
+    peer = peers.Peer("the peer", module, "step", setting)
+    step = by_hand.jit_step(problem, optax.adam(1e-3))
+    np.testing.assert_allclose(peer.numbers(), [step() for _ in range(4)], rtol=1e-3)
+    assert peer.round(2) > 0
+    peer.end()
 
 
 @pytest.mark.slow
