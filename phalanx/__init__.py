@@ -4,6 +4,8 @@ import importlib
 
 from phalanx import cluster as cluster
 from phalanx import errors as errors
+from phalanx.checkpoint.checkpoint import Checkpoint as Checkpoint
+from phalanx.checkpoint.manager import CheckpointManager as CheckpointManager
 from phalanx.cluster.connection import connect as connect
 from phalanx.control_flow import cond as cond
 from phalanx.control_flow import scan as scan

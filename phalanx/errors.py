@@ -8,6 +8,7 @@ __all__ = [
     "ArgumentTypeError",
     "AssignmentError",
     "AssignmentTypeError",
+    "CheckpointError",
     "ClusterError",
     "DeviceError",
     "FrozenVariableError",
@@ -85,6 +86,10 @@ class DeviceError(PhalanxError, RuntimeError):
 
 class ClusterError(PhalanxError, RuntimeError):
     """The processes of a cluster cannot be found, cannot be reached, or do not agree."""
+
+
+class CheckpointError(PhalanxError, RuntimeError):
+    """A checkpoint could not be written, is damaged, or does not fit the objects that are to be restored."""
 
 
 class UnevenBatchError(PhalanxError, ValueError):

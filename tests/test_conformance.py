@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import tempfile
 import textwrap
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -130,6 +131,19 @@ def variables_like(bench: Bench) -> Any:
     return kept["tree"]["a"].value.sum()
 
 
+def checkpoint(bench: Bench) -> Any:
+    kept = px.Checkpoint(v=bench.kept["v"], step=3)
+    kept.step += 1
+    return kept.step
+
+
+def checkpoint_manager(bench: Bench) -> Any:
+    with tempfile.TemporaryDirectory() as directory:
+        manager = px.CheckpointManager(directory)
+        manager.save(px.Checkpoint(own=bench.kept["own"]), step=1)
+        return manager.restore_latest(px.Checkpoint(own=bench.kept["own"]))
+
+
 def settings(bench: Bench) -> None:
     px.strict(True)
     px.strict(False)
@@ -147,6 +161,8 @@ def always(value: Any) -> Callable[[int, str], Any]:
 
 
 TABLE: dict[str, Example] = {
+    "Checkpoint": Example(checkpoint, always(4)),
+    "CheckpointManager": Example(checkpoint_manager, always(1), ("eager",)),
     "Component": Example(component, lambda n, place: 10.0 * (n - 1), OUTSIDE),
     "ForwardAccumulator": Example(forward_accumulator, always(12.0)),
     "GradientTape": Example(gradient_tape, always(6.0)),
@@ -226,6 +242,7 @@ def cause(name: str, strategy: px.Strategy) -> None:
         "ArgumentTypeError": lambda: px.GradientTape(persistent=1),
         "AssignmentError": lambda: v.assign(jnp.ones(3)),
         "AssignmentTypeError": lambda: v.assign(jnp.ones(2, complex)),
+        "CheckpointError": lambda: unwritable(v),
         "DeviceError": lambda: px.OneDevice("cpu:1000"),
         "FrozenVariableError": lambda: jax.jit(lambda: v * 2.0)(),
         "PhalanxError": lambda: raise_(errors.PhalanxError("the base class is raised by nothing else")),
@@ -239,6 +256,12 @@ def cause(name: str, strategy: px.Strategy) -> None:
         "VariableWriteError": lambda: jax.vmap(lambda x: number.assign(x).value)(jnp.ones(2)),
     }
     causes[name]()
+
+
+def unwritable(v: px.Variable) -> None:
+    manager = px.CheckpointManager("/dev/null/run")
+    manager.save(px.Checkpoint(v=v), step=1)
+    manager.wait()
 
 
 def raise_(error: Exception) -> None:

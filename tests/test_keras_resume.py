@@ -60,6 +60,68 @@ def test_a_run_goes_on_after_the_last_whole_epoch_and_ends_as_if_it_had_never_st
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize("data", ["arrays", "generator", "distributed"])
+def test_the_order_of_rows_goes_on_as_if_training_had_never_stopped(tmp_path, data):
+    def source(view):
+        if data == "arrays":
+            return {"x": X, "y": Y, "batch_size": 8, "shuffle": True}
+        if data == "generator":
+            return {"x": Draws()}
+        return {"x": view.strategy.distribute_dataset((X[:16], Y[:16]), 8, shuffle=True, seed=3)}
+
+    class Draws(keras.utils.PyDataset):
+        def __len__(self):
+            return 2
+
+        def __getitem__(self, i):
+            rows = np.random.permutation(len(X))[:8]
+            return X[rows], Y[rows]
+
+    def run(**options):
+        view = replicated()
+        history = view.fit(**source(view), epochs=4, verbose=0, **options)
+        return view.get_weights(), history.history["loss"]
+
+    weights, losses = run()
+    with pytest.raises(RuntimeError, match="power failure"):
+        run(resume=tmp_path, callbacks=[Fails(2)])
+    np.random.seed(99)
+    resumed, rest = run(resume=tmp_path)
+    assert rest == losses[2:]
+    for a, b in zip(resumed, weights):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_model_whose_own_step_makes_its_variables_is_resumed(tmp_path):
+    class Late(px.keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = None
+
+        def train_step(self, data):
+            x, y = data
+            if self.dense is None:
+                self.dense = keras.layers.Dense(1)
+            with px.GradientTape() as tape:
+                loss = ((self.dense(x) - y) ** 2).mean()
+            grads = tape.gradient(loss, self.dense.trainable_variables)
+            self.optimizer.apply(grads, self.dense.trainable_variables)
+            return {"loss": loss}
+
+    def run(**options):
+        keras.utils.set_random_seed(1)
+        with px.Mirrored(jax.devices()[:2]).scope():
+            model = Late()
+        model.compile(keras.optimizers.Adam(0.1))
+        history = model.fit(X, Y, batch_size=8, shuffle=False, epochs=4, verbose=0, **options)
+        return history.history["loss"]
+
+    losses = run()
+    with pytest.raises(RuntimeError, match="power failure"):
+        run(resume=tmp_path, callbacks=[Fails(2)])
+    assert run(resume=tmp_path) == losses[2:]
+
+
 def test_validation_sees_averaged_weights_and_training_the_others():
     view = replicated(keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5))
     during = []

@@ -136,11 +136,12 @@ class DatasetFeed(_keras.DataAdapter):  # type: ignore[misc]
 
     def first(self) -> Any:
         """An element, for its shapes."""
-        return next(iter(self._dataset), None)
+        return next(iter(self._dataset._peek(1)), None)
 
     def get_jax_iterator(self) -> Iterator[Parts]:
-        """The elements of one pass."""
-        return ((Batch(self._weighted(element)),) for element in self._dataset)
+        """The elements of one pass, which begins with the first: Keras makes iterators that it does not use."""
+        for element in self._dataset:
+            yield (Batch(self._weighted(element)),)
 
     get_numpy_iterator = get_jax_iterator
 
@@ -154,10 +155,28 @@ class DatasetFeed(_keras.DataAdapter):  # type: ignore[misc]
         table[list(self._class_weight)] = list(self._class_weight.values())
         return x, y, self._strategy.run(_weights_of_rows, args=(y, table))
 
+    def positions(self, whole_passes: bool) -> Any:
+        """What is kept of the dataset between epochs, each of which is one pass or not."""
+        return _Positions(self._dataset, whole_passes)
+
     @property
     def num_batches(self) -> int | None:
         """In one pass, if known."""
         return length_of(self._dataset)
+
+
+class _Positions:
+    """Where a dataset is between two epochs."""
+
+    def __init__(self, dataset: DistributedDataset, whole_passes: bool) -> None:
+        self._dataset = dataset
+        self._whole_passes = whole_passes
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._dataset.state_after_pass() if self._whole_passes else self._dataset.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._dataset.load_state_dict(state)
 
 
 def _are_class_weights(given: Any) -> bool:

@@ -1,50 +1,50 @@
-"""Keeps the state of a training run after each epoch, with Orbax, and goes on from the last one."""
+"""Keeps the state of `fit` after each epoch, and goes on from the last one."""
 
 from __future__ import annotations
 
 import os
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import keras
-import numpy as np
 
+from phalanx.checkpoint.checkpoint import Checkpoint
+from phalanx.checkpoint.manager import CheckpointManager
+from phalanx.checkpoint.randomness import GlobalRandom
 from phalanx.errors import ArgumentTypeError
 
 
 class Resume(keras.callbacks.Callback):  # type: ignore[misc]
-    """Weights, seeds and optimizer of the model, as they were after its last whole epoch."""
+    """The model with its optimizer and seeds, the data's position, and the random state of the host.
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
+    Args:
+        folder: where.
+        build: makes the variables of a model that has none yet.
+        data: has ``state_dict()`` and ``load_state_dict()``, or None.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], build: Callable[[], None], data: Any) -> None:
         super().__init__()
         if not isinstance(folder, (str, os.PathLike)):
             raise ArgumentTypeError(f"fit: resume must be the path of a folder, got {folder!r:.60}.")
-        try:
-            import orbax.checkpoint as ocp
-        except ImportError as error:
-            raise ImportError("fit(resume=...) keeps its state with Orbax: pip install orbax-checkpoint.") from error
-        self._items = ocp.args
-        options = ocp.CheckpointManagerOptions(max_to_keep=1, create=True)
-        self._manager = ocp.CheckpointManager(Path(folder).absolute(), options=options)
-
-    def _variables(self) -> list[Any]:
-        return [*self.model.variables, *self.model.optimizer.variables]
+        self._manager = CheckpointManager(folder, keep=1)
+        self._build = build
+        self._data = {} if data is None else {"data": data}
 
     def on_train_begin(self, logs: Any = None) -> None:
-        epoch = self._manager.latest_step()
-        if epoch is None:
-            return
-        here = {"values": [np.asarray(v) for v in self._variables()]}
-        found = self._manager.restore(epoch, args=self._items.Composite(state=self._items.StandardRestore(here)))
-        for variable, value in zip(self._variables(), found["state"]["values"]):
-            variable.assign(value)
-        self.model._initial_epoch = epoch + 1
+        self._build()
+        self._kept = Checkpoint(model=self.model, epochs=0, random=GlobalRandom(), **self._data)
+        self._manager.restore_latest(self._kept)
+        self.model._initial_epoch = self._kept.epochs
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        values = {"values": [np.array(v) for v in self._variables()]}
-        self._manager.save(epoch, args=self._items.Composite(state=self._items.StandardSave(values)))
-        self._manager.wait_until_finished()  # whatever happens next, this epoch is kept
+        self._kept.epochs = epoch + 1
+        self._manager.save(self._kept, step=epoch + 1)
 
     def on_train_end(self, logs: Any = None) -> None:
-        self._manager.close()
+        self._manager.wait()
+
+    def close(self) -> None:
+        """However training ended, the last epoch is kept and the next fit starts where it is told to."""
+        self._manager.settle()
         self.model._initial_epoch = 0

@@ -50,7 +50,7 @@ class Steps:
         key = (kind, *(layer.trainable for layer in model._flatten_layers()))
         if key not in self._functions:
             self._functions[key] = function(step)
-        return functools.partial(_timed, kind, self._functions[key])
+        return self._functions[key]
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
@@ -69,6 +69,16 @@ class Steps:
 
     def counting(self, model: Any, kind: str) -> Callable[[Parts], Logs]:
         """``model.train_step`` or ``model.test_step`` for a batch; its logs are over all rows since the last reset."""
+        run = functools.partial(_timed, kind, self._counting(model, kind))
+        return lambda parts: [run(part) for part in parts][-1]
+
+    def trace(self, model: Any, kind: str, batch: Batch) -> None:
+        """Trace a step without running it: the variables that it creates are there then."""
+        step = self._counting(model, kind)
+        if isinstance(step, Function):
+            step.get_concrete_function(batch)
+
+    def _counting(self, model: Any, kind: str) -> Callable[[Batch], Logs]:
         step = getattr(model, kind)
 
         def on_replicas(batch: Batch) -> Logs:
@@ -87,8 +97,7 @@ class Steps:
             results = _results([m for m in model.metrics if loss_is_metric or m is not model._loss_tracker])
             return {name: results[name] if name in results else self._merged(v) for name, v in logs.items()}
 
-        run = self._compiled(model, kind, on_replicas)
-        return lambda parts: [run(part) for part in parts][-1]
+        return self._compiled(model, kind, on_replicas)
 
     def _law(self, batch: Batch, data: Any) -> Law:
         def accumulate(optimizer: Any, grads: list[Any], variables: Any) -> list[Any] | None:
@@ -116,7 +125,7 @@ class Steps:
         def on_replicas(batch: Batch) -> Any:
             return self.strategy.run(model.predict_step, args=(batch.data,))
 
-        run = self._compiled(model, "predict_step", on_replicas)
+        run = functools.partial(_timed, "predict_step", self._compiled(model, "predict_step", on_replicas))
         return lambda parts: concatenated([self._to_host(run(part), part) for part in parts])
 
     def _to_host(self, outputs: Any, part: Batch) -> Any:
@@ -136,8 +145,10 @@ class Steps:
         return jax.tree_util.tree_map_with_path(rows, outputs, is_leaf=is_per_replica)
 
 
-def _timed(kind: str, run: Function[[Batch], Any], batch: Batch) -> Any:
+def _timed(kind: str, run: Callable[[Batch], Any], batch: Batch) -> Any:
     """Run, and say how long it took where it had to be compiled first."""
+    if not isinstance(run, Function):
+        return run(batch)
     traces, start = run.trace_count, time.perf_counter()
     result = run(batch)
     if run.trace_count > traces:

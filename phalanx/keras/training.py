@@ -17,6 +17,7 @@ from phalanx.errors import ArgumentError, StrategyError
 from phalanx.keras import _keras
 from phalanx.keras._keras import keras
 from phalanx.keras.callbacks import Callbacks
+from phalanx.keras.checkpointed import is_built
 from phalanx.keras.feed import Batch, DatasetFeed, Feed, Parts, distribute
 from phalanx.keras.law import metrics_read_merged
 from phalanx.keras.resume import Resume
@@ -92,7 +93,7 @@ class Loops:
             validate_with: ``"ema"``: validation sees the moving averages of an optimizer with ``use_ema=True`` in
                 place of the weights.
             resume: a folder where the state after each epoch is kept; fit goes on after the last one that it
-                finds there, and returns at once when all epochs are done. The order of shuffled rows starts anew.
+                finds there, as if it had never stopped, and returns at once when all epochs are done.
             kwargs: as Keras's.
 
         Raises:
@@ -102,8 +103,6 @@ class Loops:
             raise ArgumentError(f"fit: accumulate_steps must be a positive int, got {accumulate_steps!r}.")
         check_choice(validate_with, "fit: validate_with", ("weights", "ema"))
         given = _arguments(super().fit, args, kwargs)  # type: ignore[misc]
-        if resume is not None:
-            given["callbacks"] = [*_keras.callbacks(given["callbacks"]), Resume(resume)]
         if given["validation_split"] and given["validation_data"] is None:
             _split_off_validation(given)
         if given["validation_data"] is not None:
@@ -121,6 +120,8 @@ class Loops:
             class_weight=given.pop("class_weight"),
             accumulate=accumulate_steps,
         )
+        resuming = None if resume is None else self._resume(resume, given)
+        given["callbacks"] = [*_keras.callbacks(given["callbacks"]), *filter(None, [resuming])]
         steps = given["steps_per_epoch"] or given["x"].num_batches
         given["callbacks"] = self._callbacks(given, steps, epochs=given["epochs"], add_history=True)
         self._steps.averages = _keras.averages(self.optimizer) if validate_with == "ema" else None
@@ -129,6 +130,18 @@ class Loops:
                 return super().fit(**given)  # type: ignore[misc]
         finally:
             self._steps.averages = None
+            if resuming is not None:
+                resuming.close()
+
+    def _resume(self: Any, folder: Any, given: dict[str, Any]) -> Resume:
+        feed = given["x"]
+
+        def build() -> None:
+            if not (is_built(self) and self.optimizer.built):  # by a step of the user's own, which makes what it uses
+                self._steps.trace(self, "train_step", self._on_replicas(feed.first())[0])
+
+        data = feed.positions(whole_passes=given["steps_per_epoch"] is None) if isinstance(feed, DatasetFeed) else None
+        return Resume(folder, build, data)
 
     def evaluate(self: Any, *args: Any, **kwargs: Any) -> Any:
         """As in Keras, on all replicas."""
