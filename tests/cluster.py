@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import Any
 
 
+TESTS = Path(__file__).parent
+
+
 @dataclass
 class Outcome:
     code: int
@@ -72,7 +75,9 @@ def end(process: subprocess.Popen[str], timeout: float = 120.0) -> Outcome:
     return Outcome(process.returncode, out, err, time.monotonic() - begin)
 
 
-def launch(n: int, script: Path, *args: str, options: tuple[str, ...] = (), timeout: float = 120.0, **more: str) -> Outcome:
+def launch(
+    n: int, script: Path, *args: str, options: tuple[str, ...] = (), timeout: float = 120.0, **more: str
+) -> Outcome:
     """``phalanx launch`` to its end."""
     return end(start("launch", "-n", str(n), *options, str(script), *args, **more), timeout)
 

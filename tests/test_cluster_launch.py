@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
@@ -173,7 +172,9 @@ def test_a_cluster_is_described_on_each_worker(tmp_path):
     outcome = launch(2, script)
     assert outcome.code == 0, outcome.err
     for i in (0, 1):
-        assert re.search(rf"\[{i}\] cluster from phalanx launch: 2 processes, I am {i}, coordinator 127.0.0.1:\d+", outcome.err)
+        assert re.search(
+            rf"\[{i}\] cluster from phalanx launch: 2 processes, I am {i}, coordinator 127.0.0.1:\d+", outcome.err
+        )
         assert f"[{i}] 2 processes, 2 devices, from phalanx launch" in outcome.out
         assert f"[{i}] [0, 10]" in outcome.out
 
@@ -220,7 +221,9 @@ def test_a_worker_alone_is_told_who_is_missing(tmp_path):
 
 def test_importing_does_not_open_devices_and_stays_light():
     source = "import phalanx, sys, jax; print(phalanx._jax.backend_started(), sorted(m for m in sys.modules if m in ('keras', 'orbax', 'ray', 'asyncio.runners')))"
-    outcome = subprocess.run([sys.executable, "-c", source], env=environment(), capture_output=True, text=True, check=True)
+    outcome = subprocess.run(
+        [sys.executable, "-c", source], env=environment(), capture_output=True, text=True, check=True
+    )
     assert outcome.stdout.split()[0] == "False"
     assert "keras" not in outcome.stdout
 

@@ -123,7 +123,9 @@ def test_the_cluster_is_found(case):
     assert spec.local_device_ids == devices
 
 
-@pytest.mark.parametrize("environment", [{}, {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, {"SLURM_JOB_ID": "1"}, {"RANK": "1"}])
+@pytest.mark.parametrize(
+    "environment", [{}, {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, {"SLURM_JOB_ID": "1"}, {"RANK": "1"}]
+)
 def test_other_variables_tell_of_no_cluster(environment):
     assert find(environment) is None
 
@@ -259,7 +261,12 @@ def test_a_resolver_that_is_passed_beats_the_environment(monkeypatch):
 
 @pytest.mark.parametrize(
     "args, text",
-    [((2, 2, "h:5"), "from 0 to 1"), ((0, 0), "at least 1"), ((2, 0), "coordinator is missing"), ((2, 0, "h"), "host:port")],
+    [
+        ((2, 2, "h:5"), "from 0 to 1"),
+        ((0, 0), "at least 1"),
+        ((2, 0), "coordinator is missing"),
+        ((2, 0, "h"), "host:port"),
+    ],
 )
 def test_a_cluster_by_hand_is_checked(args, text):
     with pytest.raises(ClusterError, match=text):

@@ -133,7 +133,15 @@ def test_other_versions_are_refused(port):
 
 @pytest.mark.parametrize(
     "nonsense",
-    [b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 100_000, b"[]\n", b'{"hello": 1}\n', b'{"hello": {"pid": -1}}\n', b"x" * 400_000, b""],
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\x00" * 100_000,
+        b"[]\n",
+        b'{"hello": 1}\n',
+        b'{"hello": {"pid": -1}}\n',
+        b"x" * 400_000,
+        b"",
+    ],
     ids=["http", "zeros", "list", "number", "fields", "no end", "nothing"],
 )
 def test_strangers_are_turned_away_and_do_not_hold_up_the_others(port, nonsense):

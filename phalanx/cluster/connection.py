@@ -16,6 +16,7 @@ import jax
 from phalanx import _jax
 from phalanx.cluster.lifeline import Lifeline, end_process
 from phalanx.cluster.preemption import preemption
+from phalanx.cluster.randomness import settle_seed
 from phalanx.cluster.resolvers import Resolver, find
 from phalanx.cluster.roll import Roll, call_the_roll, introduce
 from phalanx.cluster.spec import ClusterSpec
@@ -44,7 +45,12 @@ def lifeline() -> Lifeline | None:
 
 
 def connect(
-    resolver: Resolver | None = None, timeout: float = 300.0, *, heartbeat: float = 60.0, bind: str | None = None
+    resolver: Resolver | None = None,
+    timeout: float = 300.0,
+    *,
+    heartbeat: float = 60.0,
+    bind: str | None = None,
+    seed: int | None = None,
 ) -> ClusterSpec:
     """Make this process one of a cluster; call it first, before anything asks for devices.
 
@@ -59,6 +65,8 @@ def connect(
         heartbeat: seconds of silence after which a process counts as lost.
         bind: the address on which process 0 listens. Default: the coordinator's own, so only loopback for
             processes of one machine.
+        seed: of Python's and NumPy's global random numbers, from which Keras draws too. Default: with several
+            processes process 0 draws one, unless all of them have been seeded alike; it is logged once.
 
     Returns:
         What was found.
@@ -75,6 +83,8 @@ def connect(
     for name, seconds in (("timeout", timeout), ("heartbeat", heartbeat)):
         if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
             raise ArgumentError(f"px.connect: {name} must be a positive number of seconds, got {seconds!r:.60}.")
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32):
+        raise ArgumentError(f"px.connect: seed must be an int from 0 to 2**32 - 1, got {seed!r:.60}.")
     if resolver is not None and not callable(getattr(resolver, "resolve", None)):
         raise ArgumentTypeError(f"px.connect takes a resolver, like px.cluster.TFConfig(), got {resolver!r:.60}.")
     spec = _spec(resolver)
@@ -95,6 +105,7 @@ def connect(
     else:
         logger.info("%s", spec)
         _connection = _Connection(spec)
+    settle_seed(seed)
     return spec
 
 

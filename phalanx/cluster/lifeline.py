@@ -8,6 +8,7 @@ or is silent says so and ends, with `EXIT_LOST`: without that process no step ca
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import sys
@@ -20,6 +21,7 @@ from phalanx.cluster.exits import EXIT_LOST
 from phalanx.cluster.roll import Member, Roll
 
 _TICK_SECONDS = 0.2
+_WRITING_SECONDS = 3.0
 _LATE_SECONDS = 5.0
 """After such a pause of this thread nobody is blamed for silence: it was this process that did not listen."""
 
@@ -27,12 +29,14 @@ Handler = Callable[[int, dict[str, Any]], None]
 
 
 def end_process(code: int, text: str) -> None:
-    """End at once, whatever the other threads wait for."""
+    """End, whatever the other threads wait for; what a thread of its own writes to a file is finished if it can be."""
+    until = time.monotonic() + _WRITING_SECONDS
+    for thread in threading.enumerate():
+        if not thread.daemon and thread not in (threading.main_thread(), threading.current_thread()):
+            thread.join(max(0.0, until - time.monotonic()))
     for stream in (sys.stdout, sys.stderr):
-        try:
+        with contextlib.suppress(Exception):  # a closed pipe
             stream.flush()
-        except Exception:  # a closed pipe
-            pass
     if text:
         os.write(2, f"{text}\n".encode())
     os._exit(code)

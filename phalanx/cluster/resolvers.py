@@ -122,7 +122,9 @@ class TFConfig:
         if twice:
             raise variables.wrong("TF_CONFIG", f"{', '.join(twice)} is there more than once")
         if index >= len(cluster.get(kind, [])):
-            raise variables.wrong("TF_CONFIG", f"task.index is {index}, but cluster.{kind} has {len(cluster.get(kind, []))}")
+            raise variables.wrong(
+                "TF_CONFIG", f"task.index is {index}, but cluster.{kind} has {len(cluster.get(kind, []))}"
+            )
         first = members[0][0]
         return ClusterSpec(
             source=self.source,
@@ -414,7 +416,9 @@ def find(environment: Mapping[str, str]) -> ClusterSpec | None:
     if len({(spec.num_processes, spec.process_id) for spec in found}) > 1:
         raise ClusterError(
             "The environment tells of different clusters: "
-            + "; ".join(f"{spec.source} says {spec.num_processes} processes and I am {spec.process_id}" for spec in found)
+            + "; ".join(
+                f"{spec.source} says {spec.num_processes} processes and I am {spec.process_id}" for spec in found
+            )
             + ". Pass the one that is meant, px.connect(px.cluster.TFConfig()), or unset the variables of the other."
         )
     return found[0] if found else None

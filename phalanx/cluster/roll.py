@@ -116,7 +116,7 @@ class _Host:
             left = end - time.monotonic()
             if left <= 0:
                 self._refuse(_missing([i for i in others if i not in self._there], self._me, self._timeout))
-            wires = [*self._strangers, *(wire for _, wire in self._there.values())]
+            wires: list[Any] = [*self._strangers, *(wire for _, wire in self._there.values())]
             ready, _, _ = select.select([self._door, *wires], [], [], min(left, 1.0))
             if self._door in ready:
                 self._strangers.append(Wire(self._door.accept()[0]))

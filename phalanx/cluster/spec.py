@@ -36,7 +36,9 @@ class ClusterSpec:
 
     def __post_init__(self) -> None:
         if self.num_processes < 1:
-            raise ClusterError(f"{self.source}: the number of processes is {self.num_processes}; it must be at least 1.")
+            raise ClusterError(
+                f"{self.source}: the number of processes is {self.num_processes}; it must be at least 1."
+            )
         if not 0 <= self.process_id < self.num_processes:
             raise ClusterError(
                 f"{self.source}: this process's number is {self.process_id}, of {self.num_processes} processes: it must be"

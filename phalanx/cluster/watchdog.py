@@ -47,7 +47,9 @@ class Watchdog:
 
     def __init__(self, step_timeout: float) -> None:
         if isinstance(step_timeout, bool) or not isinstance(step_timeout, (int, float)) or not step_timeout > 0:
-            raise ArgumentError(f"Watchdog: step_timeout must be a positive number of seconds, got {step_timeout!r:.60}.")
+            raise ArgumentError(
+                f"Watchdog: step_timeout must be a positive number of seconds, got {step_timeout!r:.60}."
+            )
         self._limit = float(step_timeout)
         self.steps = 0
         """Finished ones."""
@@ -131,7 +133,9 @@ class Watchdog:
         if line is None or by == line.me:
             return
         line.tell("step", step=self.steps)
-        threading.Timer(_GATHER_SECONDS, self._end).start()
+        end = threading.Timer(_GATHER_SECONDS, self._end)
+        end.daemon = True
+        end.start()
 
     def _on_step(self, by: int, message: dict[str, Any]) -> None:
         self._reports[by] = int(message["step"])

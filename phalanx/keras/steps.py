@@ -133,6 +133,9 @@ class Steps:
         n, expected_rows = self.strategy.num_replicas, leaf.shape[0]
 
         def rows(path: Any, value: Any) -> Any:
+            elsewhere = is_per_replica(value) and not value.stacked.is_fully_addressable
+            if elsewhere and part.is_split and value.shape[:1] == (expected_rows,):
+                return np.asarray(self.strategy.gather(value))
             shards = self.strategy.local_results(value) if is_per_replica(value) else (value,) * n
             arrays = [np.asarray(shard) for shard in (shards if part.is_split else shards[:1])]
             if arrays[0].ndim == 0 or len(arrays[0]) != expected_rows:

@@ -20,6 +20,7 @@ from phalanx.keras.callbacks import Callbacks
 from phalanx.keras.checkpointed import is_built
 from phalanx.keras.feed import Batch, DatasetFeed, Feed, Parts, distribute
 from phalanx.keras.law import metrics_read_merged
+from phalanx.keras.once import for_this_process, write_once, writer_of
 from phalanx.keras.resume import Resume
 from phalanx.keras.steps import Logs, Steps
 from phalanx.self_check import self_check
@@ -178,6 +179,14 @@ class Loops:
         with self._on_the_strategy():
             return super().predict_on_batch(x)  # type: ignore[misc]
 
+    def save(self: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in Keras. With several processes one writes, by itself, and the file is complete or not there."""
+        return write_once(self.strategy, super().save, filepath, *args, **kwargs)  # type: ignore[misc]
+
+    def save_weights(self: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+        """As `save`."""
+        return write_once(self.strategy, super().save_weights, filepath, *args, **kwargs)  # type: ignore[misc]
+
     def sync_to_host(self: Any) -> None:
         """Wait for the last step; the original, which shares all values, is then as it left them."""
         jax.block_until_ready([v.value for v in (*self.variables, *self.optimizer.variables)])
@@ -213,6 +222,9 @@ class Loops:
         verbose, callbacks = given["verbose"], given["callbacks"]
         if isinstance(callbacks, keras.callbacks.CallbackList):
             return callbacks
+        if writer_of(self.strategy) not in (None, jax.process_index()):
+            verbose = 0
+        callbacks = for_this_process(self.strategy, _keras.callbacks(callbacks))
         return Callbacks(callbacks, add_progbar=verbose != 0, verbose=verbose, steps=steps, model=self, **options)
 
     def _feed(
