@@ -12,6 +12,7 @@ __all__ = [
     "ClusterError",
     "DeviceError",
     "FrozenVariableError",
+    "NonFiniteError",
     "PhalanxError",
     "ReplicaDivergenceError",
     "RetraceError",
@@ -90,6 +91,10 @@ class ClusterError(PhalanxError, RuntimeError):
 
 class CheckpointError(PhalanxError, RuntimeError):
     """A checkpoint could not be written, is damaged, or does not fit the objects that are to be restored."""
+
+
+class NonFiniteError(PhalanxError, RuntimeError):
+    """A loss, gradient or other value that was to be finite is NaN or infinite."""
 
 
 class UnevenBatchError(PhalanxError, ValueError):

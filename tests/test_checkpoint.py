@@ -116,6 +116,14 @@ def test_containers_stay_the_same_objects_and_named_tuples_are_made_anew(tmp_pat
     assert state["pair"].left.tolist() == [3, 3, 3] and state["pair"].right == [3.0]
 
 
+def test_a_checkpoint_within_another_gets_its_numbers_back_too(tmp_path):
+    inner = px.Checkpoint(best=0.5, w=px.Variable(1.0), log=[1])
+    saved(tmp_path, inner=inner)
+    other = px.Checkpoint(best=0.0, w=px.Variable(0.0), log=[])
+    restored(tmp_path, inner=other)
+    assert (other.best, float(other.w), other.log) == (0.5, 1.0, [1])
+
+
 def test_generators_of_random_numbers_go_on_where_they_were(tmp_path):
     def make(seed):
         return {

@@ -8,7 +8,7 @@ from typing import Any
 from jax._src import core as _core
 
 from phalanx._jax.closures import WITHOUT_BODIES, NoClosures, open_closures
-from phalanx._jax.operations import CustomOperation, Operation
+from phalanx._jax.operations import CustomOperation, LastingOperation, Operation
 from phalanx._jax.programs import Tracing, trace_program
 from phalanx._jax.traces import Trace, current_trace, is_eager, live, set_trace, using_trace
 from phalanx._jax.values import alias
@@ -75,6 +75,13 @@ class OperationTrace(_core.Trace):  # type: ignore[misc]
 
     def _custom(self, primitive: Any, functions: tuple[Any, ...], tracers: Any, params: dict[str, Any]) -> Any:
         observer, args = self.observer, list(tracers)
+        if observer is not None and observer.wants(args):
+            lasting = LastingOperation.of_call(primitive, functions, params)
+            if lasting is not None:
+                with using_trace(self.parent_trace):
+                    outs = observer.observe(lasting, args)
+                lasting.note(functions)
+                return outs
         if observer is not None:
             check = NoClosures(observer, functions[0], args)
             functions = tuple(f.wrap(_checked, (check,), None) for f in functions)

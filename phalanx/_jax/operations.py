@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
+import jax
 from jax._src import core as _core
 from jax.extend import core as _jex
 
@@ -42,7 +44,10 @@ class Operation:
         """The operation with this key, for as long as somebody else keeps its jaxprs."""
         primitive, *items = key
         names, values = items[: len(items) // 2], items[len(items) // 2 :]
-        return Operation(primitive, dict(zip(names, map(_with_jaxprs, values))))
+        params = dict(zip(names, map(_with_jaxprs, values)))
+        if "subfuns" in params:
+            return LastingOperation(primitive, params.pop("subfuns"), params)
+        return Operation(primitive, params)
 
 
 class CustomOperation(Operation):
@@ -68,6 +73,50 @@ class CustomOperation(Operation):
 
     def key(self) -> Hashable | None:
         return None
+
+
+class LastingOperation(CustomOperation):
+    """A custom operation whose functions compute the same whenever they are called, so that one call stands for all."""
+
+    __slots__ = ()
+
+    _turn = threading.RLock()  # for the notes that JAX takes in functions, which all calls share here
+
+    @classmethod
+    def of_call(cls, primitive: Any, functions: tuple[Any, ...], params: dict[str, Any]) -> LastingOperation | None:
+        """The operation, unless its functions may have changed, or may have more to them than their arguments.
+
+        JAX traces a jitted function once, and so may we; `jax.nn.relu` is one, with a rule.
+        """
+        fun, *rules = functions
+        if type(fun.f) is not _Jitted or len(fun.transforms) > 1 or fun.f.__wrapped__.__closure__:
+            return None
+        same = (fun, *(rule.f for rule in rules))
+        known = _lasting[same] = _lasting.pop(same, functions)
+        if len(_lasting) > _MOST_LASTING:
+            _lasting.pop(next(iter(_lasting)), None)
+        return cls(primitive, known, params)
+
+    def bind(self, *args: Any) -> Any:
+        with self._turn:
+            return super().bind(*args)
+
+    def key(self) -> Hashable | None:
+        return Operation.key(self)
+
+    def note(self, functions: tuple[Any, ...]) -> None:
+        """Let the functions of a later call have the notes of the first, which ran in their place."""
+        with self._turn:
+            for mine, theirs in zip(self.params["subfuns"], functions):
+                for note, store in zip(mine.stores, theirs.stores):
+                    if mine is not theirs and note:
+                        store.store(note.val)
+
+
+_Jitted = type(jax.jit(lambda: None))
+_MOST_LASTING = 1024
+_lasting: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+"""The functions of the first call, for those of each equal one."""
 
 
 _Jaxpr = (_core.Jaxpr, _jex.ClosedJaxpr)

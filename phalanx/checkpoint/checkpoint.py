@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
@@ -60,7 +61,11 @@ def _parts_of(checkpoint: Checkpoint, path: str) -> Parts:
     return checkpoint._objects.items()
 
 
-register(Checkpoint, _parts_of)
+def _replace(checkpoint: Checkpoint, name: str, value: Any) -> None:
+    checkpoint._objects[name] = value
+
+
+register(Checkpoint, _parts_of, _replace)
 
 
 class Snapshot(NamedTuple):
@@ -79,12 +84,8 @@ def contents_of(checkpoint: Checkpoint) -> Contents:
     """
     contents = Contents()
     for name, value in checkpoint._objects.items():
-        contents.add(name, value, _setter(checkpoint, name))
+        contents.add(name, value, functools.partial(_replace, checkpoint, name))
     return contents
-
-
-def _setter(checkpoint: Checkpoint, name: str) -> Any:
-    return lambda value: checkpoint._objects.__setitem__(name, value)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,12 +19,17 @@ from phalanx.variables import Component, Variable, is_per_replica
 Parts = Iterable[tuple[str, Any]]
 """What an object consists of, each with a name that is the same in another run of the program."""
 
-_parts: dict[type, Callable[[Any, str], Parts]] = {}
+_Replace = Callable[[Any, str, Any], None]
+_parts: dict[type, tuple[Callable[[Any, str], Parts], _Replace | None]] = {}
 
 
-def register(cls: type, parts: Callable[[Any, str], Parts]) -> None:
-    """Keep objects of a class as their parts; the function is given the object and how messages call it."""
-    _parts[cls] = parts
+def register(cls: type, parts: Callable[[Any, str], Parts], replace: _Replace | None = None) -> None:
+    """Keep objects of a class as their parts.
+
+    `parts` is given the object and how messages call it. ``replace(object, name, value)`` puts another value in the place of a
+    part that cannot be changed itself, if the object has such.
+    """
+    _parts[cls] = parts, replace
 
 
 def not_built(path: str, cure: str) -> ArgumentError:
@@ -65,7 +71,7 @@ class Contents:
                 " one with synchronization='on_read' for it."
             )
         elif parts is not None:
-            self._parts_of(path, parts(value, path))
+            self._parts_of(path, value, *parts)
         elif state is not None:
             self._leaf(State(path, *state))
         elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
@@ -87,9 +93,9 @@ class Contents:
             raise ArgumentError(f"Checkpoint: there are two things that would be called {leaf.path!r}. Rename one.")
         self.leaves[leaf.path] = leaf
 
-    def _parts_of(self, path: str, parts: Parts) -> None:
-        for name, part in parts:
-            self.add(f"{path}/{name}", part, lambda _: None)
+    def _parts_of(self, path: str, value: Any, parts: Callable[[Any, str], Parts], replace: _Replace | None) -> None:
+        for name, part in parts(value, path):
+            self.add(f"{path}/{name}", part, functools.partial(replace or _never, value, name))
 
     def _container(self, path: str, value: Any, put: Put) -> None:
         if isinstance(value, (dict, list)) and type(value) in (dict, list):
@@ -113,6 +119,10 @@ class Contents:
                 " random numbers, arrays, numbers, strings, objects with a list `variables`, and dicts, lists and other"
                 " pytrees of these."
             )
+
+
+def _never(value: Any, name: str, new: Any) -> None:
+    raise AssertionError(f"{type(value).__name__} has a part {name!r} that is no variable")
 
 
 def _setter(container: Any, key: Any) -> Put:

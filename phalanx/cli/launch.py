@@ -33,6 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--devices-per-process", type=int, metavar="N", help="virtual CPU devices of each worker")
     parser.add_argument("--max-restarts", type=int, default=0, metavar="N",
                         help="start all again after a failure, at most so often (0)")  # fmt: skip
+    parser.add_argument("--pause", type=float, default=0.5, metavar="SECONDS",
+                        help="before the first restart; twice as long before each later one, up to 30 (0.5)")  # fmt: skip
     parser.add_argument("--port", type=int, default=0, help="where process 0 listens, on loopback (a free one)")
     add_script(parser)
 
@@ -69,7 +71,7 @@ class Launcher:
                 code = self._attempt(attempt, shepherd)
                 if code == 0 or self._asked is not None or attempt == self._args.max_restarts:
                     break
-                pause = min(2.0**attempt / 2, _LONGEST_PAUSE)
+                pause = min(self._args.pause * 2.0**attempt, _LONGEST_PAUSE)
                 self._say(f"starting all again in {pause:g} s ({attempt + 1} of {self._args.max_restarts} restarts)")
                 self._sleep(pause)
         finally:

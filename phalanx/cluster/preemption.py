@@ -9,10 +9,19 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Iterator
+from itertools import islice
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from phalanx.cluster.lifeline import Lifeline
+
+
+T = TypeVar("T")
+
+
+class Preempted(BaseException):
+    """This process was asked to stop while it waited for data. It never leaves the loop that waits."""
 
 
 class Preemption:
@@ -29,6 +38,7 @@ class Preemption:
         self._counts: dict[int, int] = {}
         self._lifeline: Lifeline | None = None
         self._before: Any = None
+        self._waits = False
 
     def listen(self) -> None:
         """Take SIGTERM for a request to stop. The second one ends the process as it always did.
@@ -41,6 +51,8 @@ class Preemption:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._noticed = True
         signal.signal(number, self._before if self._before is not None else signal.SIG_DFL)
+        if self._waits and self._lifeline is None:
+            raise Preempted
 
     def ignore(self) -> None:
         """Give SIGTERM back to whoever had it, and forget a request."""
@@ -48,10 +60,19 @@ class Preemption:
             signal.signal(signal.SIGTERM, self._before)
         self._before, self._noticed, self._told, self._stop_at = None, False, False, None
 
-    @property
-    def noticed(self) -> bool:
-        """Whether this process alone must stop, or has heard that all will."""
-        return self._noticed or self._frozen
+    def next_of(self, items: Iterator[T]) -> list[T]:
+        """The next item, alone in a list, or an empty one; a request to stop ends the wait for it.
+
+        Raises:
+            Preempted: then no item was taken.
+        """
+        if self._noticed and self._lifeline is None:
+            raise Preempted
+        self._waits = True
+        try:
+            return list(islice(items, 1))
+        finally:
+            self._waits = False
 
     def reached(self) -> bool:
         """Whether to stop here; all processes must ask equally often, after the same steps."""
