@@ -60,8 +60,7 @@ def test_files_are_written_by_one_process_and_callbacks_of_the_user_run_on_all(t
             assert fit["lines of the log"] == 3
             assert fit["heard"] == fit["history"]["loss"]
     err = outcomes[4, 1].err
-    assert "[0] " in err and "model.keras: written by process 0" in err
-    assert all(f"[{i}] {line}" in err for i in (1, 2, 3) for line in err.split("[1] ") if "written by" in line[:1])
+    assert err.count("model.keras: written by process 0") == 2 * 3  # twice, as three of the four say
 
 
 def test_what_is_printed_is_printed_once(outcomes):

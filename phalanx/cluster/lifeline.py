@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import socket
 import sys
 import threading
 import time
@@ -62,6 +63,7 @@ class Lifeline:
         self._failed = False
         """Whether this process has failed itself; it then blames nobody."""
         self._lock = threading.Lock()
+        self._bell = socket.socketpair()
         self.handlers: dict[str, Handler] = {
             "failed": self._on_failed,
             "finished": self._on_finished,
@@ -82,6 +84,11 @@ class Lifeline:
         self._failed = True
         for wire in self._wires.values():
             wire.close()
+
+    def ring(self) -> None:
+        """Let the thread look at once; for signal handlers too."""
+        with contextlib.suppress(OSError):
+            self._bell[1].send(b"!", socket.MSG_DONTWAIT)
 
     # ---- saying ----
 
@@ -134,7 +141,9 @@ class Lifeline:
         last = pinged = time.monotonic()
         while not self._failed and not self._all_finished.is_set():
             open_wires = [wire for wire in self._wires.values() if not wire.closed]
-            ready, _, _ = select.select(open_wires, [], [], _TICK_SECONDS)
+            ready, _, _ = select.select([self._bell[0], *open_wires], [], [], _TICK_SECONDS)
+            if self._bell[0] in ready:
+                self._bell[0].recv(64)
             now = time.monotonic()
             if now - last > max(_LATE_SECONDS, self._heartbeat / 2):
                 self._heard = dict.fromkeys(self._wires, now)

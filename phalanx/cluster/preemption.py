@@ -51,7 +51,9 @@ class Preemption:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._noticed = True
         signal.signal(number, self._before if self._before is not None else signal.SIG_DFL)
-        if self._waits and self._lifeline is None:
+        if self._lifeline is not None:
+            self._lifeline.ring()
+        elif self._waits:
             raise Preempted
 
     def ignore(self) -> None:

@@ -95,7 +95,8 @@ def test_asked_to_stop_it_saves_the_last_step_and_goes_on(undisturbed, tmp_path)
     assert outcome.told()[1][-1]["result"] == undisturbed
     assert outcome.err.count("the workers have saved and stopped, as they were asked") == 2
     starts = [said["first step"] for said in outcome.told()[0] if "first step" in said]
-    assert starts[0] == 0 and 3 <= starts[1] <= 5 and starts[1] + 3 <= starts[2] <= starts[1] + 5
+    # A step takes a millisecond here, and agreeing on the one to stop after a few of them.
+    assert starts[0] == 0 and 3 <= starts[1] <= 8 and starts[1] + 3 <= starts[2] <= starts[1] + 8
 
 
 def test_a_worker_that_is_stopped_is_named_and_the_run_goes_on(undisturbed, tmp_path):
