@@ -154,7 +154,7 @@ def stop_on_one_process():
     model.compile(optimizer="sgd", loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
 
     def stop(batch, logs):
-        if ME == spec.num_processes - 1 and batch == 1:
+        if spec.num_processes - 1 == ME and batch == 1:
             model.stop_training = True
 
     watcher = keras.callbacks.LambdaCallback(on_train_batch_end=stop)

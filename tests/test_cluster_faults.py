@@ -38,8 +38,6 @@ LOOP = """
             if number == 20 and me == 1:
                 if task == "fails":
                     raise ValueError("bad data")
-                if task == "catches":
-                    sys.exit(0)
                 if task == "hangs":
                     def load_the_data():
                         time.sleep(600)

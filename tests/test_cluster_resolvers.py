@@ -297,7 +297,9 @@ def test_a_cluster_after_the_devices_were_opened_is_refused():
         px.connect("slurm")
 
 
-@pytest.mark.parametrize("name", [name for name in vars(px.cluster) if name[0].isupper() or name in ("agree", "describe")])
+@pytest.mark.parametrize(
+    "name", [name for name in vars(px.cluster) if name[0].isupper() or name in ("agree", "describe")]
+)
 def test_every_public_object_of_the_cluster_is_documented(name):
     thing = getattr(px.cluster, name)
     assert isinstance(thing, int) or len(thing.__doc__) > 30

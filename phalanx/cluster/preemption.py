@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 
 from phalanx.cluster.lifeline import Lifeline
 
-
 T = TypeVar("T")
 
 
