@@ -1,5 +1,7 @@
 """A training run of every kind, on the replicas of all processes: ``cluster_training.py ROWS`` prints its numbers."""
 
+# ruff: noqa: E402 - the cluster is connected before anything that might open devices is imported
+
 from __future__ import annotations
 
 import json

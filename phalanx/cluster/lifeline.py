@@ -141,7 +141,8 @@ class Lifeline:
         last = pinged = time.monotonic()
         while not self._failed and not self._all_finished.is_set():
             open_wires = [wire for wire in self._wires.values() if not wire.closed]
-            ready, _, _ = select.select([self._bell[0], *open_wires], [], [], _TICK_SECONDS)
+            ears: list[Any] = [self._bell[0], *open_wires]
+            ready, _, _ = select.select(ears, [], [], _TICK_SECONDS)
             if self._bell[0] in ready:
                 self._bell[0].recv(64)
             now = time.monotonic()

@@ -4,6 +4,8 @@ The plan is a list, one entry for each time that all are started: where (``momen
 moments that come again and again, at which of them. Dying is SIGKILL sent to itself: nothing is cleaned up.
 """
 
+# ruff: noqa: E402 - workers die between imports, too
+
 from __future__ import annotations
 
 import json
