@@ -31,6 +31,7 @@ from phalanx.function import function as function
 from phalanx.function import run_functions_eagerly as run_functions_eagerly
 from phalanx.function import strict as strict
 from phalanx.optim import Optimizer as Optimizer
+from phalanx.profiling.api import profile as profile
 from phalanx.self_check import self_check as self_check
 from phalanx.tape import GradientTape as GradientTape
 from phalanx.trees import variables_like as variables_like

@@ -37,6 +37,9 @@ from phalanx._jax.processes import is_collective_failure as is_collective_failur
 from phalanx._jax.processes import read_note as read_note
 from phalanx._jax.processes import stay_on_loopback as stay_on_loopback
 from phalanx._jax.processes import write_note as write_note
+from phalanx._jax.profiler import DeviceOperation as DeviceOperation
+from phalanx._jax.profiler import compilations as compilations
+from phalanx._jax.profiler import device_operations as device_operations
 from phalanx._jax.programs import Program as Program
 from phalanx._jax.programs import Tracing as Tracing
 from phalanx._jax.programs import compiling as compiling
