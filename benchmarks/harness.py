@@ -33,6 +33,7 @@ WORKLOADS = (
     "memory",
     "feeding",
     "keras_fit",
+    "durability",
     "importing",
 )
 """Modules of this package, each with REPLICAS, UNIT and cases(replicas, quick)."""

@@ -65,7 +65,7 @@ class NonFiniteGuard:
         [1.0, 2.0]
         >>> guard.check()
         Traceback (most recent call last):
-        phalanx.errors.NonFiniteError: At step 1 the loss is not finite...
+        phalanx.errors.NonFiniteError: At step 1 the loss and the gradient of Variable 'w' are not finite on replica 0...
     """
 
     def __init__(

@@ -90,6 +90,11 @@ class CheckpointManager:
         return self._directory
 
     @property
+    def every(self) -> int | None:
+        """After how many steps `save` saves, or None: at each call."""
+        return self._every
+
+    @property
     def steps(self) -> list[int]:
         """The steps of all complete checkpoints, the oldest first."""
         try:

@@ -1,8 +1,4 @@
-"""The command ``phalanx``: one module for each subcommand.
-
-Such a module has `HELP` (one line), `add_arguments` (given an `argparse` parser) and `run` (given the parsed
-arguments; returns the exit code).
-"""
+"""The command `phalanx`: one module for each of its subcommands, listed here."""
 
 from __future__ import annotations
 
@@ -11,22 +7,26 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from phalanx.errors import PhalanxError
-
 COMMANDS = ("launch", "run")
-"""Modules of this package."""
+"""Modules of this package, each with ``HELP``, ``add_arguments(parser)`` and ``run(options) -> exit code``."""
+
+USAGE_ERROR = 2
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="phalanx", description="Run training scripts on many devices.")
-    subcommands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    modules = {name: importlib.import_module(f"phalanx.cli.{name}") for name in COMMANDS}
-    for name, module in modules.items():
-        module.add_arguments(subcommands.add_parser(name, help=module.HELP, description=module.__doc__))
-    args = parser.parse_args(argv)
-    try:
-        return int(modules[args.command].run(args))
-    except PhalanxError as error:
-        print(f"phalanx {args.command}: {error}", file=sys.stderr)
-        return 2
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a subcommand; the exit code is its own, 2 where it was called in a wrong way."""
+    parser = argparse.ArgumentParser(prog="phalanx", description="Training steps written for one device, on many.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name in COMMANDS:
+        module = importlib.import_module(f"phalanx.cli.{name}")
+        subparser = commands.add_parser(name, help=module.HELP, description=module.HELP)
+        module.add_arguments(subparser)
+        subparser.set_defaults(run=module.run)
+    options = parser.parse_args(arguments)
+    return int(options.run(options))
+
+
+def usage_error(message: object) -> int:
+    """Say what is wrong with the call; returns the exit code for it."""
+    print(f"phalanx: {message}", file=sys.stderr)
+    return USAGE_ERROR

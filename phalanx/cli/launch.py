@@ -13,6 +13,7 @@ import sys
 import time
 from types import FrameType
 
+from phalanx.cli import usage_error
 from phalanx.cli.run import add_script, python_command
 from phalanx.cli.workers import Shepherd, Workers, free_port
 from phalanx.cluster.exits import EXIT_LOST, EXIT_PREEMPTED
@@ -41,12 +42,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Launch; the exit code is that of the first worker that failed."""
-    for name, value, least in (("-n", args.processes, 1), ("--max-restarts", args.max_restarts, 0)):
+    for name, value, least in (
+        ("-n", args.processes, 1),
+        ("--max-restarts", args.max_restarts, 0),
+        ("--devices-per-process", 1 if args.devices_per_process is None else args.devices_per_process, 1),
+    ):
         if value < least:
-            raise ArgumentError(f"{name} must be at least {least}, got {value}.")
-    if args.devices_per_process is not None and args.devices_per_process < 1:
-        raise ArgumentError(f"--devices-per-process must be at least 1, got {args.devices_per_process}.")
-    return Launcher(args, python_command(args.script, args.arguments)).run()
+            return usage_error(f"{name} must be at least {least}, got {value}.")
+    try:
+        command = python_command(args.script, args.arguments)
+    except ArgumentError as error:
+        return usage_error(error)
+    return Launcher(args, command).run()
 
 
 class Launcher:

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 
+from phalanx.cli import usage_error
 from phalanx.errors import ArgumentError
 
 HELP = "run a script on virtual CPU devices"
@@ -40,8 +41,11 @@ def python_command(script: str, arguments: list[str]) -> list[str]:
 def run(args: argparse.Namespace) -> int:
     """Become the script."""
     if args.devices < 1:
-        raise ArgumentError(f"--devices must be at least 1, got {args.devices}.")
-    command = python_command(args.script, args.arguments)
+        return usage_error(f"--devices must be at least 1, got {args.devices}.")
+    try:
+        command = python_command(args.script, args.arguments)
+    except ArgumentError as error:
+        return usage_error(error)
     environment = {**os.environ, "JAX_NUM_CPU_DEVICES": str(args.devices), "JAX_PLATFORMS": "cpu"}
     sys.stdout.flush()
     os.execve(command[0], command, environment)

@@ -38,6 +38,8 @@ class Steps:
         self._functions: dict[Any, Function[..., Any]] = {}
         self.averages: Callable[[], Iterable[tuple[Any, Any]]] | None = None
         """Gives pairs of weights and their averages, when evaluation is to see these."""
+        self.resuming = False
+        """Whether a request to stop ends the wait for a batch."""
         self._settings: Any = None
 
     def _compiled(self, model: Any, kind: str, step: Callable[[Batch], Any]) -> Callable[[Batch], Any]:

@@ -11,6 +11,8 @@ from typing import Any, Literal
 import jax
 
 from phalanx._checks import check_choice
+from phalanx.checkpoint.manager import CheckpointManager
+from phalanx.cluster.preemption import Preempted
 from phalanx.data.dataset import DistributedDataset
 from phalanx.distribute.strategy import Strategy
 from phalanx.errors import ArgumentError, StrategyError
@@ -81,7 +83,7 @@ class Loops:
         *args: Any,
         accumulate_steps: int = 1,
         validate_with: Literal["weights", "ema"] = "weights",
-        resume: str | os.PathLike[str] | None = None,
+        resume: str | os.PathLike[str] | CheckpointManager | None = None,
         **kwargs: Any,
     ) -> Any:
         """As in Keras, on all replicas; `batch_size` is that of all of them together.
@@ -93,8 +95,10 @@ class Loops:
                 losses that are means over rows). An epoch has as many steps as updates.
             validate_with: ``"ema"``: validation sees the moving averages of an optimizer with ``use_ema=True`` in
                 place of the weights.
-            resume: a folder where the state after each epoch is kept; fit goes on after the last one that it
-                finds there, as if it had never stopped, and returns at once when all epochs are done.
+            resume: a folder where the state after each epoch is kept, or a `CheckpointManager`, whose `every` says after
+                how many steps to save in an epoch too. fit goes on from the last state that it finds there as if it had
+                never stopped, and returns at once when all epochs are done. SIGTERM ends it after the step (or where it waits
+                for data): the state is saved, and the program exits with `px.cluster.EXIT_PREEMPTED`.
             kwargs: as Keras's.
 
         Raises:
@@ -121,28 +125,30 @@ class Loops:
             class_weight=given.pop("class_weight"),
             accumulate=accumulate_steps,
         )
-        resuming = None if resume is None else self._resume(resume, given)
+        resuming = None if resume is None else self._resume(resume, given["x"])
         given["callbacks"] = [*_keras.callbacks(given["callbacks"]), *filter(None, [resuming])]
         steps = given["steps_per_epoch"] or given["x"].num_batches
         given["callbacks"] = self._callbacks(given, steps, epochs=given["epochs"], add_history=True)
         self._steps.averages = _keras.averages(self.optimizer) if validate_with == "ema" else None
+        self._steps.resuming = resuming is not None
         try:
             with self._on_the_strategy():
                 return super().fit(**given)  # type: ignore[misc]
+        except Preempted:
+            assert resuming is not None
+            resuming.leave()
         finally:
-            self._steps.averages = None
+            self._steps.averages, self._steps.resuming = None, False
             if resuming is not None:
                 resuming.close()
 
-    def _resume(self: Any, folder: Any, given: dict[str, Any]) -> Resume:
-        feed = given["x"]
-
+    def _resume(self: Any, where: Any, feed: Any) -> Resume:
         def build() -> None:
-            if not (is_built(self) and self.optimizer.built):  # by a step of the user's own, which makes what it uses
+            own_step = type(self).train_step is not StatefulSteps.train_step
+            if own_step and not (is_built(self) and self.optimizer.built):  # the step makes what it uses
                 self._steps.trace(self, "train_step", self._on_replicas(feed.first())[0])
 
-        data = feed.positions(whole_passes=given["steps_per_epoch"] is None) if isinstance(feed, DatasetFeed) else None
-        return Resume(folder, build, data)
+        return Resume(where, build, feed)
 
     def evaluate(self: Any, *args: Any, **kwargs: Any) -> Any:
         """As in Keras, on all replicas."""
@@ -243,7 +249,7 @@ class Loops:
         if isinstance(x, (Feed, DatasetFeed)):
             return x
         if isinstance(x, DistributedDataset):
-            return DatasetFeed(x, self.strategy, class_weight)
+            return DatasetFeed(x, self.strategy, class_weight, steps)
         adapter = _keras.data_adapters.get_data_adapter(
             x=x,
             y=y,
@@ -285,7 +291,10 @@ class Loops:
 
     def _stepper(self, step: Callable[[Parts], Any]) -> Callable[[Any, Iterator[Any]], tuple[Any, Any]]:
         def steps(state: Any, iterator: Iterator[Any]) -> tuple[Any, Any]:
-            return step(self._on_replicas(next(iterator))), state
+            parts = next(iterator)
+            if isinstance(parts, tuple) and not parts:  # done before the program stopped
+                return {}, state
+            return step(self._on_replicas(parts)), state
 
         return steps
 
@@ -304,7 +313,8 @@ class Loops:
         return tuple(None for name, is_wanted in wanted.items() if is_wanted and name != "purge_model_variables")
 
     def _get_metrics_result_or_logs(self, logs: Logs) -> Logs:
-        return logs  # the metrics' results already; Keras would put its own "loss" for that of a user's step
+        # They are the metrics' results already; Keras would put its own "loss" for that of a user's step.
+        return logs or self.get_metrics_result()  # type: ignore[attr-defined,no-any-return]
 
     def _symbolic_build(self: Any, iterator: Any = None, data_batch: Any = None) -> None:
         if type(self).train_step is not StatefulSteps.train_step:
