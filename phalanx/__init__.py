@@ -2,12 +2,14 @@
 
 import importlib
 
+from phalanx import cluster as cluster
 from phalanx import errors as errors
 from phalanx.audit import Auditor as Auditor
 from phalanx.audit import audit as audit
 from phalanx.checkpoint.checkpoint import Checkpoint as Checkpoint
 from phalanx.checkpoint.manager import CheckpointManager as CheckpointManager
 from phalanx.checkpoint.resumable import resumable as resumable
+from phalanx.cluster.connection import connect as connect
 from phalanx.control_flow import cond as cond
 from phalanx.control_flow import scan as scan
 from phalanx.control_flow import while_loop as while_loop

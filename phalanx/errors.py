@@ -9,6 +9,7 @@ __all__ = [
     "AssignmentError",
     "AssignmentTypeError",
     "CheckpointError",
+    "ClusterError",
     "DeviceError",
     "FrozenVariableError",
     "NonFiniteError",
@@ -82,6 +83,10 @@ class StrategyError(PhalanxError, RuntimeError):
 
 class DeviceError(PhalanxError, RuntimeError):
     """The devices that were asked for cannot be had."""
+
+
+class ClusterError(PhalanxError, RuntimeError):
+    """The processes of a cluster cannot be found, cannot be reached, or do not agree."""
 
 
 class CheckpointError(PhalanxError, RuntimeError):

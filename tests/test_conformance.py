@@ -29,7 +29,7 @@ PUBLIC = sorted(
     for statement in ast.parse(inspect.getsource(px)).body
     if isinstance(statement, ast.ImportFrom)
     for alias in statement.names
-    if alias.asname and alias.asname != "errors"
+    if alias.asname and alias.asname not in ("cluster", "errors")
 )
 
 
@@ -185,6 +185,7 @@ TABLE: dict[str, Example] = {
     "Checkpoint": Example(checkpoint, always(4)),
     "CheckpointManager": Example(checkpoint_manager, always(1), ("eager",)),
     "Component": Example(component, lambda n, place: 10.0 * (n - 1), OUTSIDE),
+    "connect": Example(lambda b: px.connect().num_processes, always(1)),
     "ForwardAccumulator": Example(forward_accumulator, always(12.0)),
     "GradientTape": Example(gradient_tape, always(6.0)),
     "Mirrored": Example(lambda b: px.Mirrored(jax.devices()[: b.n]).num_replicas, lambda n, place: n),
@@ -268,6 +269,7 @@ def cause(name: str, strategy: px.Strategy) -> None:
         "AssignmentError": lambda: v.assign(jnp.ones(3)),
         "AssignmentTypeError": lambda: v.assign(jnp.ones(2, complex)),
         "CheckpointError": lambda: unwritable(v),
+        "ClusterError": lambda: px.cluster.Explicit(2, 0),
         "DeviceError": lambda: px.OneDevice("cpu:1000"),
         "FrozenVariableError": lambda: jax.jit(lambda: v * 2.0)(),
         "NonFiniteError": lambda: px.finite_or_raise(jnp.array([1.0, jnp.inf]), "the loss"),

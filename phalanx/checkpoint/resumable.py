@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, NoReturn
 
 from phalanx.checkpoint.checkpoint import Checkpoint
 from phalanx.checkpoint.manager import CheckpointManager
 from phalanx.checkpoint.randomness import GlobalRandom
+from phalanx.cluster.exits import EXIT_PREEMPTED
+from phalanx.cluster.preemption import Preempted, preemption
 from phalanx.errors import ArgumentError, ArgumentTypeError
+
+logger = logging.getLogger("phalanx")
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,9 @@ def resumable(
     After each epoch, and every so many steps, it keeps the objects, the position in the data, the number of the step and
     the epoch, and the states of Python's and NumPy's global random numbers. A step counts when its body has been run to the
     end; after a break or an exception the loop goes on from the last checkpoint. When all epochs are done it gives nothing.
+
+    SIGTERM, with which schedulers ask a program to stop, ends the loop after the step (the same on all processes), or where it
+    waits for data (with one process): the state is saved, and the program exits with `px.cluster.EXIT_PREEMPTED`.
 
     Args:
         directory: of the checkpoints, see `CheckpointManager`.
@@ -90,20 +98,34 @@ def resumable(
 def _steps(
     manager: CheckpointManager, data: Any, checkpoint: Checkpoint, epochs: int, every: int | None
 ) -> Iterator[Step]:
+    preemption.listen()
     kept = Checkpoint(objects=checkpoint, data=data, step=0, epoch=0, random=GlobalRandom())
     manager.restore_latest(kept)
     try:
         while kept.epoch < epochs:
-            for batch in data:
-                yield Step(kept.step, kept.epoch, batch)
+            items = iter(data)
+            while item := preemption.next_of(items):
+                yield Step(kept.step, kept.epoch, item.pop())
                 kept.step += 1
-                if every is not None and kept.step % every == 0:
+                stop = preemption.reached()
+                if stop or (every is not None and kept.step % every == 0):
                     manager.save(kept, step=kept.step)
+                if stop:
+                    _leave(manager, kept)
             kept.epoch += 1
             manager.save(kept, step=kept.step)
         manager.wait()
+    except Preempted:
+        manager.save(kept, step=kept.step)
+        _leave(manager, kept)
     finally:
         manager.settle()
+
+
+def _leave(manager: CheckpointManager, kept: Any) -> NoReturn:
+    manager.wait()
+    logger.info("asked to stop: step %s is saved in %s", kept.step, manager.directory)
+    raise SystemExit(EXIT_PREEMPTED)
 
 
 class _Counted:

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from phalanx import _jax
+from phalanx.cluster.agreement import Roundtable
 from phalanx.errors import StrategyError
 
 _managers = itertools.count()
@@ -22,7 +22,7 @@ class Processes:
         self.count = jax.process_count()
         self.index = jax.process_index()
         name = f"phalanx/checkpoint/{next(_managers)}" if self.count > 1 else ""
-        self._table = _jax.Roundtable(name, range(self.count), timeout)
+        self._table = Roundtable(name, range(self.count), timeout)
 
     @property
     def leads(self) -> bool:

@@ -42,10 +42,14 @@ class Callbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
             callback.auditor.after_step()
         if self._is_heard("on_train_batch_end"):
             super().on_train_batch_end(batch, logs)
+        if self._resume is not None:
+            self._resume.leave_if_asked()
 
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
         if self._is_heard("on_test_batch_end"):
             super().on_test_batch_end(batch, logs)
+        if self._resume is not None:
+            self._resume.leave_if_asked()
 
     def _is_heard(self, event: str) -> bool:
         listeners = [callback for callback in self.callbacks if _listens(callback, event)]

@@ -19,6 +19,7 @@ from phalanx.distribute.strategy import Strategy
 from phalanx.errors import ArgumentError, StrategyError
 from phalanx.keras import _keras
 from phalanx.keras.accumulation import Accumulate
+from phalanx.keras.alike import alike
 
 _AHEAD = {"cpu": 0}
 """Batches on their way to the devices while a step runs, by platform; on a CPU the step needs the cores itself."""
@@ -113,7 +114,8 @@ class Feed(_keras.DataAdapter):  # type: ignore[misc]
         """The batches of one pass, for Keras's loops: what each run of the replicas takes."""
 
         def batches(stopped: Callable[[], bool]) -> Iterator[list[Any]]:
-            several = iter(self._adapter.get_numpy_iterator())
+            counted = self._adapter.num_batches is not None
+            several = alike(iter(self._adapter.get_numpy_iterator()), self._strategy, counted, stopped)
             runs = iter(lambda: list(islice(several, self.batches_per_run)), [])
             skipped, self.skip = self.skip, 0
             yield from ([] for _ in islice(runs, skipped))  # drawn, as they were then, and not used

@@ -7,9 +7,10 @@ these from the other callbacks.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import keras
 
@@ -18,7 +19,11 @@ from phalanx._checks import counterparts
 from phalanx.checkpoint.checkpoint import Checkpoint
 from phalanx.checkpoint.manager import CheckpointManager
 from phalanx.checkpoint.randomness import GlobalRandom
+from phalanx.cluster.exits import EXIT_PREEMPTED
+from phalanx.cluster.preemption import preemption
 from phalanx.errors import ArgumentError, ArgumentTypeError
+
+logger = logging.getLogger("phalanx")
 
 
 class Resume(keras.callbacks.Callback):  # type: ignore[misc]
@@ -46,10 +51,13 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
         """Of this epoch, those that were skipped included."""
         self._metrics: dict[Any, Any] = {}
         """Their values in the epoch that is resumed."""
+        self._trained: dict[Any, Any] = {}
+        """Their values before a validation."""
 
     # ---- what Keras's loop calls ----
 
     def on_train_begin(self, logs: Any = None) -> None:
+        preemption.listen()
         self._build()
         metrics = [v for metric in self.model.metrics for v in metric.variables]
         self._kept = Checkpoint(
@@ -89,6 +97,13 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
         self._feed.position.in_pass = False
         self._manager.save(self._kept, step=self._kept.runs, force=True)
 
+    def on_test_begin(self, logs: Any = None) -> None:
+        # Validation is about to use the metrics for itself.
+        self._trained = {v: state.borrow(v) for v in counterparts(self._kept.metrics)}
+
+    def on_test_end(self, logs: Any = None) -> None:
+        self._trained = {}
+
     def on_train_end(self, logs: Any = None) -> None:
         self._manager.wait()
 
@@ -110,6 +125,19 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
         if self._runs > self._kept.runs_in_epoch:
             self._kept.runs_in_epoch = self._runs
             self._kept.runs += 1
+
+    def leave_if_asked(self) -> None:
+        """After each run, also of a validation: all processes stop at the same one, when SIGTERM has come to any."""
+        if preemption.reached():
+            self.leave()
+
+    def leave(self) -> NoReturn:
+        """Save, and end the program so that a scheduler starts it again."""
+        for variable, value in self._trained.items():
+            variable._replace(value)
+        self.save_now()
+        logger.info("asked to stop: step %s is saved in %s", self._kept.runs, self._manager.directory)
+        raise SystemExit(EXIT_PREEMPTED)
 
     def save_now(self) -> None:
         """Save after this run, and wait until that is complete: the program is about to end."""

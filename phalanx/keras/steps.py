@@ -38,6 +38,8 @@ class Steps:
         self._functions: dict[Any, Function[..., Any]] = {}
         self.averages: Callable[[], Iterable[tuple[Any, Any]]] | None = None
         """Gives pairs of weights and their averages, when evaluation is to see these."""
+        self.resuming = False
+        """Whether a request to stop ends the wait for a batch."""
         self._settings: Any = None
 
     def _compiled(self, model: Any, kind: str, step: Callable[[Batch], Any]) -> Callable[[Batch], Any]:
@@ -133,6 +135,9 @@ class Steps:
         n, expected_rows = self.strategy.num_replicas, leaf.shape[0]
 
         def rows(path: Any, value: Any) -> Any:
+            elsewhere = is_per_replica(value) and not value.stacked.is_fully_addressable
+            if elsewhere and part.is_split and value.shape[:1] == (expected_rows,):
+                return np.asarray(self.strategy.gather(value))
             shards = self.strategy.local_results(value) if is_per_replica(value) else (value,) * n
             arrays = [np.asarray(shard) for shard in (shards if part.is_split else shards[:1])]
             if arrays[0].ndim == 0 or len(arrays[0]) != expected_rows:

@@ -12,6 +12,7 @@ import jax
 
 from phalanx._checks import check_choice
 from phalanx.checkpoint.manager import CheckpointManager
+from phalanx.cluster.preemption import Preempted
 from phalanx.data.dataset import DistributedDataset
 from phalanx.distribute.strategy import Strategy
 from phalanx.errors import ArgumentError, StrategyError
@@ -21,6 +22,7 @@ from phalanx.keras.callbacks import Callbacks
 from phalanx.keras.checkpointed import is_built
 from phalanx.keras.feed import Batch, DatasetFeed, Feed, Parts, distribute
 from phalanx.keras.law import metrics_read_merged
+from phalanx.keras.once import for_this_process, write_once, writer_of
 from phalanx.keras.resume import Resume
 from phalanx.keras.steps import Logs, Steps
 from phalanx.self_check import self_check
@@ -95,7 +97,8 @@ class Loops:
                 place of the weights.
             resume: a folder where the state after each epoch is kept, or a `CheckpointManager`, whose `every` says after
                 how many steps to save in an epoch too. fit goes on from the last state that it finds there as if it had
-                never stopped, and returns at once when all epochs are done.
+                never stopped, and returns at once when all epochs are done. SIGTERM ends it after the step (or where it waits
+                for data): the state is saved, and the program exits with `px.cluster.EXIT_PREEMPTED`.
             kwargs: as Keras's.
 
         Raises:
@@ -127,11 +130,15 @@ class Loops:
         steps = given["steps_per_epoch"] or given["x"].num_batches
         given["callbacks"] = self._callbacks(given, steps, epochs=given["epochs"], add_history=True)
         self._steps.averages = _keras.averages(self.optimizer) if validate_with == "ema" else None
+        self._steps.resuming = resuming is not None
         try:
             with self._on_the_strategy():
                 return super().fit(**given)  # type: ignore[misc]
+        except Preempted:
+            assert resuming is not None
+            resuming.leave()
         finally:
-            self._steps.averages = None
+            self._steps.averages, self._steps.resuming = None, False
             if resuming is not None:
                 resuming.close()
 
@@ -178,6 +185,14 @@ class Loops:
         with self._on_the_strategy():
             return super().predict_on_batch(x)  # type: ignore[misc]
 
+    def save(self: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in Keras. With several processes one writes, by itself, and the file is complete or not there."""
+        return write_once(self.strategy, super().save, filepath, *args, **kwargs)  # type: ignore[misc]
+
+    def save_weights(self: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+        """As `save`."""
+        return write_once(self.strategy, super().save_weights, filepath, *args, **kwargs)  # type: ignore[misc]
+
     def sync_to_host(self: Any) -> None:
         """Wait for the last step; the original, which shares all values, is then as it left them."""
         jax.block_until_ready([v.value for v in (*self.variables, *self.optimizer.variables)])
@@ -213,6 +228,9 @@ class Loops:
         verbose, callbacks = given["verbose"], given["callbacks"]
         if isinstance(callbacks, keras.callbacks.CallbackList):
             return callbacks
+        if writer_of(self.strategy) not in (None, jax.process_index()):
+            verbose = 0
+        callbacks = for_this_process(self.strategy, _keras.callbacks(callbacks))
         return Callbacks(callbacks, add_progbar=verbose != 0, verbose=verbose, steps=steps, model=self, **options)
 
     def _feed(

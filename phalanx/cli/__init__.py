@@ -1,0 +1,32 @@
+"""The command `phalanx`: one module for each of its subcommands, listed here."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+COMMANDS = ("launch", "run")
+"""Modules of this package, each with ``HELP``, ``add_arguments(parser)`` and ``run(options) -> exit code``."""
+
+USAGE_ERROR = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a subcommand; the exit code is its own, 2 where it was called in a wrong way."""
+    parser = argparse.ArgumentParser(prog="phalanx", description="Training steps written for one device, on many.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name in COMMANDS:
+        module = importlib.import_module(f"phalanx.cli.{name}")
+        subparser = commands.add_parser(name, help=module.HELP, description=module.HELP)
+        module.add_arguments(subparser)
+        subparser.set_defaults(run=module.run)
+    options = parser.parse_args(arguments)
+    return int(options.run(options))
+
+
+def usage_error(message: object) -> int:
+    """Say what is wrong with the call; returns the exit code for it."""
+    print(f"phalanx: {message}", file=sys.stderr)
+    return USAGE_ERROR
