@@ -17,7 +17,7 @@ UNIT = "s"
 
 def cases(replicas: int, quick: bool) -> Iterator[Case]:
     problem = list(training_problems(quick))[1]  # many small layers
-    yield Case(f"{problem}, Adam", lambda: list(_contenders(problem, replicas, quick)))
+    yield Case(f"{problem}, Adam", functools.partial(_contenders, problem, replicas, quick))
 
 
 def _contenders(problem: str, replicas: int, quick: bool) -> Iterator[Contender]:
@@ -51,3 +51,6 @@ class Fresh:
         if not self._measured:
             self.numbers()
         return self._measured.pop()
+
+    def end(self) -> None:
+        """Each process has ended."""

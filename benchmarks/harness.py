@@ -14,7 +14,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module, metadata
 from pathlib import Path
@@ -33,6 +33,7 @@ WORKLOADS = (
     "memory",
     "feeding",
     "keras_fit",
+    "durability",
     "importing",
 )
 """Modules of this package, each with REPLICAS, UNIT and cases(replicas, quick)."""
@@ -53,6 +54,9 @@ class Contender(Protocol):
 
     def round(self, steps: int) -> float:
         """Do the work so many times: the median of the seconds, in which an interrupted one does not count."""
+
+    def end(self) -> None:
+        """Nothing more will be asked."""
 
 
 @dataclass(frozen=True)
@@ -84,13 +88,16 @@ class Candidate:
             times.append(time.perf_counter() - start)
         return statistics.median(times)
 
+    def end(self) -> None:
+        """Nothing to do."""
+
 
 @dataclass(frozen=True)
 class Case:
     """One piece of work; its candidates are made when its turn comes."""
 
     name: str
-    candidates: Callable[[], Sequence[Contender]]
+    candidates: Callable[[], Iterable[Contender]]
 
 
 @dataclass(frozen=True)
@@ -181,7 +188,10 @@ def _child(workload: str, replicas: int, effort: Effort, quick: bool) -> list[di
     module = _module(workload)
     results = []
     for case in module.cases(replicas, quick):
-        rows = measure(case.candidates(), effort)
+        candidates = list(case.candidates())
+        rows = measure(candidates, effort)
+        for candidate in candidates:
+            candidate.end()
         results.append(
             {"workload": workload, "case": case.name, "replicas": replicas, "unit": module.UNIT, "candidates": rows}
         )

@@ -17,7 +17,7 @@ UNIT = "MB"
 
 def cases(replicas: int, quick: bool) -> Iterator[Case]:
     problem = list(training_problems(quick))[-1]
-    yield Case(f"{problem}, Adam", lambda: list(_contenders(problem, replicas, quick)))
+    yield Case(f"{problem}, Adam", functools.partial(_contenders, problem, replicas, quick))
 
 
 def _contenders(problem: str, replicas: int, quick: bool) -> Iterator[Contender]:
@@ -40,6 +40,9 @@ class Held:
     def round(self, steps: int) -> float:
         """How many bytes."""
         return float(_bytes(self.name, tuple(self.setting.items())))
+
+    def end(self) -> None:
+        """The process has ended."""
 
 
 @functools.cache

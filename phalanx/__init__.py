@@ -3,8 +3,15 @@
 import importlib
 
 from phalanx import _jax
+from phalanx import cluster as cluster
 from phalanx import errors as errors
 from phalanx.abstract import abstract as abstract
+from phalanx.audit import Auditor as Auditor
+from phalanx.audit import audit as audit
+from phalanx.checkpoint.checkpoint import Checkpoint as Checkpoint
+from phalanx.checkpoint.manager import CheckpointManager as CheckpointManager
+from phalanx.checkpoint.resumable import resumable as resumable
+from phalanx.cluster.connection import connect as connect
 from phalanx.control_flow import cond as cond
 from phalanx.control_flow import scan as scan
 from phalanx.control_flow import while_loop as while_loop
@@ -19,6 +26,8 @@ from phalanx.distribute.mirrored import OneDevice as OneDevice
 from phalanx.distribute.replica import ReplicaContext as ReplicaContext
 from phalanx.distribute.strategy import Strategy as Strategy
 from phalanx.distribute.values import PerReplica as PerReplica
+from phalanx.finite import NonFiniteGuard as NonFiniteGuard
+from phalanx.finite import finite_or_raise as finite_or_raise
 from phalanx.forward import ForwardAccumulator as ForwardAccumulator
 from phalanx.function import function as function
 from phalanx.function import run_functions_eagerly as run_functions_eagerly

@@ -8,9 +8,12 @@ __all__ = [
     "ArgumentTypeError",
     "AssignmentError",
     "AssignmentTypeError",
+    "CheckpointError",
+    "ClusterError",
     "CompilationError",
     "DeviceError",
     "FrozenVariableError",
+    "NonFiniteError",
     "PhalanxError",
     "ReplicaDivergenceError",
     "RetraceError",
@@ -93,6 +96,18 @@ class CompilationError(PhalanxError, RuntimeError):
 
 class DeviceError(PhalanxError, RuntimeError):
     """The devices that were asked for cannot be had."""
+
+
+class ClusterError(PhalanxError, RuntimeError):
+    """The processes of a cluster cannot be found, cannot be reached, or do not agree."""
+
+
+class CheckpointError(PhalanxError, RuntimeError):
+    """A checkpoint could not be written, is damaged, or does not fit the objects that are to be restored."""
+
+
+class NonFiniteError(PhalanxError, RuntimeError):
+    """A loss, gradient or other value that was to be finite is NaN or infinite."""
 
 
 class UnevenBatchError(PhalanxError, ValueError):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import tempfile
 import textwrap
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ PUBLIC = sorted(
     for statement in ast.parse(inspect.getsource(px)).body
     if isinstance(statement, ast.ImportFrom)
     for alias in statement.names
-    if alias.asname and alias.asname != "errors"
+    if alias.asname and alias.asname not in ("cluster", "errors")
 )
 
 
@@ -46,6 +47,7 @@ class Bench:
                 "own": px.Variable(0.0, name="own", synchronization="on_read", aggregation="sum"),
                 "mean": px.Variable(0.0, name="mean", synchronization="on_read", aggregation="mean"),
                 "optimizer": px.Optimizer(optax.sgd(1.0)),
+                "guard": px.NonFiniteGuard(px.Optimizer(optax.sgd(1.0)), "skip"),
             }
         self.strategy.run(lambda: self.kept["own"].assign(10.0 * px.get_replica_context().replica_id))
 
@@ -130,6 +132,38 @@ def variables_like(bench: Bench) -> Any:
     return kept["tree"]["a"].value.sum()
 
 
+def checkpoint(bench: Bench) -> Any:
+    kept = px.Checkpoint(v=bench.kept["v"], step=3)
+    kept.step += 1
+    return kept.step
+
+
+def checkpoint_manager(bench: Bench) -> Any:
+    with tempfile.TemporaryDirectory() as directory:
+        manager = px.CheckpointManager(directory)
+        manager.save(px.Checkpoint(own=bench.kept["own"]), step=1)
+        return manager.restore_latest(px.Checkpoint(own=bench.kept["own"]))
+
+
+def auditor(bench: Bench) -> Any:
+    auditor = px.Auditor(bench.strategy, every=1)
+    auditor.after_step()
+    auditor.finish()
+    return auditor.audits
+
+
+def non_finite_guard(bench: Bench) -> Any:
+    guard = bench.kept["guard"]
+    guard.apply_gradients([(jnp.float32(jnp.nan), bench.kept["w"])], reduce=None)
+    guard.apply_gradients([(1.0, bench.kept["w"])], reduce=None)
+    return bench.kept["w"].value
+
+
+def resumable(bench: Bench) -> Any:
+    with tempfile.TemporaryDirectory() as directory:
+        return sum(step.batch for step in px.resumable(directory, [1, 2], px.Checkpoint(own=bench.kept["own"])))
+
+
 def settings(bench: Bench) -> None:
     px.strict(True)
     px.strict(False)
@@ -158,10 +192,15 @@ def preflight(bench: Bench) -> Any:
 
 
 TABLE: dict[str, Example] = {
+    "Auditor": Example(auditor, always(1), ("eager",)),
+    "Checkpoint": Example(checkpoint, always(4)),
+    "CheckpointManager": Example(checkpoint_manager, always(1), ("eager",)),
     "Component": Example(component, lambda n, place: 10.0 * (n - 1), OUTSIDE),
+    "connect": Example(lambda b: px.connect().num_processes, always(1)),
     "ForwardAccumulator": Example(forward_accumulator, always(12.0)),
     "GradientTape": Example(gradient_tape, always(6.0)),
     "Mirrored": Example(lambda b: px.Mirrored(jax.devices()[: b.n]).num_replicas, lambda n, place: n),
+    "NonFiniteGuard": Example(non_finite_guard, always(2.0)),
     "OneDevice": Example(lambda b: px.OneDevice("cpu:3").num_replicas, always(1)),
     "Optimizer": Example(optimizer, always(2.0)),
     "PerReplica": Example(per_replica, lambda n, place: sum(range(n)), OUTSIDE),
@@ -172,8 +211,10 @@ TABLE: dict[str, Example] = {
     "TPU": Example(lambda b: px.TPU(), always(None), (), errors.DeviceError),
     "Variable": Example(variable, adds(3.0, 1.0)),
     "abstract": Example(abstract, always(2), ("eager",)),
+    "audit": Example(lambda b: px.audit(b.strategy).equal, always(True), ("eager",)),
     "cond": Example(cond, lambda n, place: 7.0 * n if place == "replica" else 7.0),
     "cpu_devices": Example(lambda b: px.cpu_devices(8), always(None)),
+    "finite_or_raise": Example(lambda b: px.finite_or_raise(b.kept["w"].value), always(3.0), ("eager",), errors.TracingError),
     "function": Example(lambda b: px.function(lambda x: x * b.kept["w"])(2.0), always(6.0)),
     "get_replica_context": Example(
         lambda b: getattr(px.get_replica_context(), "num_replicas", None), lambda n, place: {"replica": n, "merge": None}.get(place, 1)
@@ -182,6 +223,7 @@ TABLE: dict[str, Example] = {
     "in_cross_replica_context": Example(lambda b: px.in_cross_replica_context(), lambda n, place: place == "merge"),
     "preflight": Example(preflight, always(2 * 3 * 4), ("eager",)),
     "progress": Example(lambda b: sum(px.progress([1, 2])), always(3)),
+    "resumable": Example(resumable, always(3), ("eager",)),
     "run_functions_eagerly": Example(settings, always(None)),
     "scan": Example(scan, always(4.0)),
     "self_check": Example(self_check, always("equal"), ("eager",)),
@@ -242,8 +284,11 @@ def cause(name: str, strategy: px.Strategy) -> None:
         "CompilationError": lambda: px.function(
             lambda x: jax.ffi.ffi_call("no_such_target", jax.ShapeDtypeStruct((), jnp.float32))(x)
         )(1.0),
+        "CheckpointError": lambda: unwritable(v),
+        "ClusterError": lambda: px.cluster.Explicit(2, 0),
         "DeviceError": lambda: px.OneDevice("cpu:1000"),
         "FrozenVariableError": lambda: jax.jit(lambda: v * 2.0)(),
+        "NonFiniteError": lambda: px.finite_or_raise(jnp.array([1.0, jnp.inf]), "the loss"),
         "PhalanxError": lambda: raise_(errors.PhalanxError("the base class is raised by nothing else")),
         "ReplicaDivergenceError": lambda: v.assign(parts),
         "RetraceError": lambda: [px.strict(True), *(double(jnp.ones(i)) for i in range(4))],
@@ -255,6 +300,12 @@ def cause(name: str, strategy: px.Strategy) -> None:
         "VariableWriteError": lambda: jax.vmap(lambda x: number.assign(x).value)(jnp.ones(2)),
     }
     causes[name]()
+
+
+def unwritable(v: px.Variable) -> None:
+    manager = px.CheckpointManager("/dev/null/run")
+    manager.save(px.Checkpoint(v=v), step=1)
+    manager.wait()
 
 
 def raise_(error: Exception) -> None:

@@ -71,3 +71,13 @@ def test_digits_take_the_number_of_epochs_and_replicas_and_fail_when_a_check_fai
     failed = [line for line in result.stdout.splitlines() if line.endswith("FAILED")]
     assert len(failed) == 1 and "held-out accuracy" in failed[0]
     assert result.returncode == 1
+
+
+def test_a_run_that_is_killed_and_started_again_ends_with_the_same_bits(tmp_path):
+    result = run(ROOT / "examples/resume.py", "--replicas", "2", cwd=tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    whole, killed, again, check = result.stdout.splitlines()
+    assert whole.startswith("undisturbed    from step 0: loss")
+    assert killed == "killed         ended by signal 9"
+    assert int(re.match(r"started again  from step (\d+): loss", again)[1]) in (15, 17, 20)
+    assert check.endswith("passed")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import numpy as np
 import pytest
@@ -60,6 +62,104 @@ def test_a_run_goes_on_after_the_last_whole_epoch_and_ends_as_if_it_had_never_st
         np.testing.assert_array_equal(a, b)
 
 
+class FailsAtBatch(keras.callbacks.Callback):
+    """Breaks off before one batch of the second epoch; notes the batches that it was told of."""
+
+    def __init__(self, batch=None):
+        super().__init__()
+        self.batch = batch
+        self.seen = []
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if (self.epoch, batch) == (1, self.batch):
+            raise RuntimeError("power failure")
+        self.seen.append((self.epoch, batch))
+
+
+@pytest.mark.parametrize("data", ["arrays", "generator", "distributed", "endless"])
+def test_the_order_of_rows_goes_on_as_if_training_had_never_stopped(tmp_path, data):
+    def source(view):
+        if data == "arrays":
+            return {"x": X, "y": Y, "batch_size": 4, "shuffle": True}
+        if data == "generator":
+            return {"x": Draws()}
+        rows = view.strategy.distribute_dataset((X[:16], Y[:16]), 4, shuffle=True, seed=3)
+        if data == "endless":
+
+            def endless(epoch):
+                return (row for _ in itertools.count() for row in zip(X, Y))
+
+            rows = view.strategy.distribute_dataset(endless, 4)
+        return {"x": rows} if data == "distributed" else {"x": rows, "steps_per_epoch": 3}
+
+    class Draws(keras.utils.PyDataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, i):
+            rows = np.random.permutation(len(X))[:8]
+            return X[rows], Y[rows]
+
+    def run(**options):
+        view = replicated()
+        history = view.fit(**source(view), epochs=3, verbose=0, **options)
+        return view.get_weights(), history.history.get("loss", [])
+
+    whole = FailsAtBatch()
+    weights, losses = run(callbacks=[whole])
+    with pytest.raises(RuntimeError, match="power failure"):
+        run(resume=tmp_path / "epochs", callbacks=[Fails(2)])
+    np.random.seed(99)
+    resumed, rest = run(resume=tmp_path / "epochs")
+    assert rest == losses[2:]
+    for a, b in zip(resumed, weights):
+        np.testing.assert_array_equal(a, b)
+    # In the middle of the second epoch.
+    with pytest.raises(RuntimeError, match="power failure"):
+        run(resume=px.CheckpointManager(tmp_path / "steps", every=1), callbacks=[FailsAtBatch(1)])
+    np.random.seed(99)
+    seen = FailsAtBatch()
+    resumed, rest = run(resume=px.CheckpointManager(tmp_path / "steps", every=1), callbacks=[seen])
+    assert rest == losses[1:]
+    assert seen.seen == [at for at in whole.seen if at >= (1, 1)]
+    for a, b in zip(resumed, weights):
+        np.testing.assert_array_equal(a, b)
+    assert run(resume=tmp_path / "steps")[1] == [], "finished"
+
+
+def test_a_model_whose_own_step_makes_its_variables_is_resumed(tmp_path):
+    class Late(px.keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = None
+
+        def train_step(self, data):
+            x, y = data
+            if self.dense is None:
+                self.dense = keras.layers.Dense(1)
+            with px.GradientTape() as tape:
+                loss = ((self.dense(x) - y) ** 2).mean()
+            grads = tape.gradient(loss, self.dense.trainable_variables)
+            self.optimizer.apply(grads, self.dense.trainable_variables)
+            return {"loss": loss}
+
+    def run(**options):
+        keras.utils.set_random_seed(1)
+        with px.Mirrored(jax.devices()[:2]).scope():
+            model = Late()
+        model.compile(keras.optimizers.Adam(0.1))
+        history = model.fit(X, Y, batch_size=8, shuffle=False, epochs=4, verbose=0, **options)
+        return history.history["loss"]
+
+    losses = run()
+    with pytest.raises(RuntimeError, match="power failure"):
+        run(resume=tmp_path, callbacks=[Fails(2)])
+    assert run(resume=tmp_path) == losses[2:]
+
+
 def test_validation_sees_averaged_weights_and_training_the_others():
     view = replicated(keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5))
     during = []
@@ -97,3 +197,22 @@ def test_averages_that_are_not_kept_are_asked_for():
         fit(replicated(), epochs=1, validation_data=(X, Y), validate_with="ema")
     with pytest.raises(ArgumentError, match="validate_with must be one of 'weights', 'ema'"):
         fit(replicated(), epochs=1, validate_with="best")
+
+
+def test_an_epoch_that_was_begun_goes_on_with_as_many_batches_in_a_run(tmp_path):
+    def run(steps, **options):
+        view = replicated()
+        view.compile("sgd", "mse", steps_per_execution=steps)
+        view.fit(X[:16], Y[:16], batch_size=4, epochs=3, verbose=0, **options)
+
+    with pytest.raises(RuntimeError, match="power failure"):
+        run(1, resume=px.CheckpointManager(tmp_path, every=1), callbacks=[FailsAtBatch(2)])
+    with pytest.raises(ArgumentError, match="begun with 1 batches in each run, and there are 2 now"):
+        run(2, resume=tmp_path)
+
+
+def test_a_finite_dataset_in_epochs_of_another_length_cannot_be_resumed(tmp_path):
+    view = replicated()
+    dataset = view.strategy.distribute_dataset((X[:16], Y[:16]), 4)
+    with pytest.raises(ArgumentError, match="may end anywhere in a pass of 4 batches"):
+        view.fit(dataset, steps_per_epoch=2, epochs=2, verbose=0, resume=tmp_path)

@@ -13,6 +13,7 @@ from phalanx._jax.devices import replica_mesh as replica_mesh
 from phalanx._jax.devices import replicated as replicated
 from phalanx._jax.devices import span as span
 from phalanx._jax.devices import split as split
+from phalanx._jax.devices import would_hang as would_hang
 from phalanx._jax.jaxprs import COLLECTIVES as COLLECTIVES
 from phalanx._jax.jaxprs import has_callback as has_callback
 from phalanx._jax.jaxprs import has_collective as has_collective
@@ -33,7 +34,13 @@ from phalanx._jax.observed import close_traces as close_traces
 from phalanx._jax.observed import observe_operations as observe_operations
 from phalanx._jax.operations import Operation as Operation
 from phalanx._jax.operations import OperationCache as OperationCache
-from phalanx._jax.processes import Roundtable as Roundtable
+from phalanx._jax.processes import connect as connect
+from phalanx._jax.processes import connected as connected
+from phalanx._jax.processes import delete_note as delete_note
+from phalanx._jax.processes import is_collective_failure as is_collective_failure
+from phalanx._jax.processes import read_note as read_note
+from phalanx._jax.processes import stay_on_loopback as stay_on_loopback
+from phalanx._jax.processes import write_note as write_note
 from phalanx._jax.profiler import DeviceOperation as DeviceOperation
 from phalanx._jax.profiler import compilations as compilations
 from phalanx._jax.profiler import device_operations as device_operations

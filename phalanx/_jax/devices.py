@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -47,6 +48,12 @@ def span(devices: Sequence[Any]) -> str:
     ids = [d.id for d in devices]
     in_a_row = ids == list(range(ids[0], ids[0] + len(ids))) and len(ids) > 1
     return f"{devices[0].platform}:" + (f"{ids[0]}-{ids[-1]}" if in_a_row else ",".join(map(str, ids)))
+
+
+def would_hang(devices: Sequence[Any]) -> bool:
+    """Whether collectives over these devices wait for each other for ever: a fault of jax 0.10 on CPUs."""
+    processes = [d.process_index for d in devices]
+    return devices[0].platform == "cpu" and 1 < len(set(processes)) < len(processes) and jax.__version_info__ < (0, 11)
 
 
 def backend_started() -> bool:

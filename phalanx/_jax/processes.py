@@ -1,66 +1,107 @@
-"""What processes tell each other without their devices."""
+"""JAX's processes: connecting them, and its coordination service where they leave notes for each other."""
 
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import Callable, Sequence
+import contextlib
+import ctypes
+import faulthandler
+import functools
+import os
+import signal
 
 import jax
 from jax._src import distributed as _distributed
 
-_POLL_MS = 200
+
+def connected() -> bool:
+    """Whether this process is one of several that JAX has connected, or has tried to."""
+    return _distributed.global_state.client is not None
 
 
-class Roundtable:
-    """Where processes tell each other something, round by round, over JAX's coordination service.
+def connect(
+    coordinator: str,
+    processes: int,
+    process: int,
+    *,
+    bind: str,
+    devices: tuple[int, ...] | None,
+    timeout: float,
+    heartbeat: float,
+    shutdown: float,
+) -> None:
+    """Connect this process; all are known to be there."""
+    if jax.config.jax_cpu_collectives_implementation is None:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # It would take SIGTERM for itself, so that a program that does not ask for it could not be ended.
+    jax.config.update("jax_enable_preemption_service", False)
+    _postpone_abort()
+    jax.distributed.initialize(
+        coordinator,
+        processes,
+        process,
+        local_device_ids=devices,
+        cluster_detection_method="deactivate",
+        initialization_timeout=max(1, int(timeout)),
+        heartbeat_timeout_seconds=max(2, int(heartbeat)),
+        shutdown_timeout_seconds=max(1, int(shutdown)),
+        coordinator_bind_address=bind,
+    )
 
-    It does not go through the devices, so that it never stands between the collectives of two steps. The
-    first process collects what the others say and tells them all of it.
+
+def stay_on_loopback() -> None:
+    """Let the collectives of CPU devices listen on the loopback interface, whatever the host's name resolves to."""
+    from jax._src import xla_bridge
+
+    library = xla_bridge._jax
+    library.make_gloo_tcp_collectives = functools.partial(library.make_gloo_tcp_collectives, hostname="127.0.0.1")
+
+
+def _postpone_abort() -> None:
+    """Let a thread that aborts the process wait for 6 seconds first.
+
+    When process 0 is gone, JAX's client aborts the process from a thread of its own, before anybody could say
+    why. ``sleep(SIGABRT)`` in place of the signal's default gives Python the time; nothing else is changed,
+    since ``abort`` goes on when the handler returns.
     """
+    if os.name != "posix":
+        return
+    dumps = faulthandler.is_enabled()
+    if dumps:
+        faulthandler.disable()
+    library = ctypes.CDLL(None)
+    library.signal.restype = ctypes.c_void_p
+    library.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    library.signal(signal.SIGABRT, ctypes.cast(library.sleep, ctypes.c_void_p))
+    if dumps:
+        faulthandler.enable()
 
-    def __init__(self, name: str, processes: Sequence[int], timeout: float) -> None:
-        self._name = name
-        self._processes = list(processes)
-        self._timeout = timeout
-        self._round = 0
 
-    def tell(self, value: str, stopped: Callable[[], bool] = lambda: False) -> list[str]:
-        """Say `value` and hear what each process says in this round, in the order of the processes.
+def is_collective_failure(error: BaseException) -> bool:
+    """Whether this error may come from another process that is gone."""
+    words = ("Gloo", "gloo", "NCCL", "UNAVAILABLE", "DEADLINE_EXCEEDED", "coordination", "INTERNAL")
+    return isinstance(error, (jax.errors.JaxRuntimeError, ValueError)) and any(word in str(error) for word in words)
 
-        Raises:
-            TimeoutError: naming the process that did not come.
-            InterruptedError: when ``stopped()`` became true meanwhile.
-        """
-        number = self._round
-        first, *others = self._processes
-        if jax.process_index() != first:
-            self._say(value)
-            return list(json.loads(self._hear(number, "all", first, stopped)))
-        said = [value, *(self._hear(number, str(process), process, stopped) for process in others)]
-        self._say(json.dumps(said))
-        _distributed.global_state.client.key_value_delete(f"{self._name}/{number - 1}")  # all have read that by now
-        return said
 
-    def leave(self, value: str) -> None:
-        """Say a last word, which the others hear in the round that they are in."""
-        first = self._processes[0]
-        self._say(json.dumps([value] * len(self._processes)) if jax.process_index() == first else value)
+def write_note(key: str, value: str) -> None:
+    """Leave a note for the other processes."""
+    _distributed.global_state.client.key_value_set(key, value)
 
-    def _say(self, value: str) -> None:
-        me, client = jax.process_index(), _distributed.global_state.client
-        client.key_value_set(f"{self._name}/{self._round}/{'all' if me == self._processes[0] else me}", value)
-        self._round += 1
 
-    def _hear(self, number: int, key: str, process: int, stopped: Callable[[], bool]) -> str:
-        client = _distributed.global_state.client
-        end = time.monotonic() + self._timeout
-        while time.monotonic() < end:
-            if stopped():
-                raise InterruptedError
-            try:
-                return str(client.blocking_key_value_get(f"{self._name}/{number}/{key}", _POLL_MS))
-            except jax.errors.JaxRuntimeError as error:
-                if "DEADLINE_EXCEEDED" not in str(error):
-                    raise TimeoutError(f"process {process} cannot be reached any more: {error}") from error
-        raise TimeoutError(f"process {process} did not come within {self._timeout:.0f} s")
+def read_note(key: str, wait_ms: int) -> str | None:
+    """A note, or None if there is none within so many milliseconds.
+
+    Raises:
+        ConnectionError: when the service cannot be reached.
+    """
+    try:
+        return str(_distributed.global_state.client.blocking_key_value_get(key, wait_ms))
+    except jax.errors.JaxRuntimeError as error:
+        if "DEADLINE_EXCEEDED" in str(error):
+            return None
+        raise ConnectionError(str(error)) from error
+
+
+def delete_note(key: str) -> None:
+    """Delete a note and all below it."""
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        _distributed.global_state.client.key_value_delete(key)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from phalanx import _jax
+from phalanx.cluster.agreement import Roundtable
 from phalanx.data.elements import Batcher, Rows
 from phalanx.data.host import Arrays
 from phalanx.errors import ArgumentError, StrategyError, UnevenBatchError
@@ -82,13 +82,13 @@ class Group:
                 )
         return settled, [own for _, own in said]
 
-    def begin(self) -> _jax.Roundtable:
+    def begin(self) -> Roundtable:
         """Where a pass is talked about; every process begins its passes in the same order."""
         return self._table(f"pass/{next(self._passes)}")
 
     def in_step(
         self,
-        table: _jax.Roundtable,
+        table: Roundtable,
         elements: Feed,
         batcher: Batcher,
         start: int,
@@ -117,7 +117,7 @@ class Group:
                     table.leave(json.dumps({"gone": last_word}))
 
     def _heard(
-        self, table: _jax.Roundtable, elements: Feed, batcher: Batcher, start: int, stopped: Callable[[], bool]
+        self, table: Roundtable, elements: Feed, batcher: Batcher, start: int, stopped: Callable[[], bool]
     ) -> Iterator[Turn]:
         """Each element until no process has any, with what the others have."""
         taken = batcher.take(elements, start)
@@ -152,7 +152,7 @@ class Group:
             yield batcher.filled(turn.items, full), turn.after
 
     def _hear(
-        self, table: _jax.Roundtable, word: dict[str, Any], number: int, stopped: Callable[[], bool]
+        self, table: Roundtable, word: dict[str, Any], number: int, stopped: Callable[[], bool]
     ) -> list[dict[str, Any]]:
         said = [json.loads(theirs) for theirs in self._tell(table, json.dumps(word), stopped)]
         for process, theirs in zip(self.processes, said):
@@ -160,10 +160,10 @@ class Group:
                 raise StrategyError(f"distribute_dataset: process {process} {theirs['gone']} (at element {number}).")
         return said
 
-    def _table(self, name: str) -> _jax.Roundtable:
-        return _jax.Roundtable(f"{self._name}/{name}", self.processes, _TIMEOUT_SECONDS)
+    def _table(self, name: str) -> Roundtable:
+        return Roundtable(f"{self._name}/{name}", self.processes, _TIMEOUT_SECONDS)
 
-    def _tell(self, table: _jax.Roundtable, word: str, stopped: Callable[[], bool] = lambda: False) -> list[str]:
+    def _tell(self, table: Roundtable, word: str, stopped: Callable[[], bool] = lambda: False) -> list[str]:
         try:
             return table.tell(word, stopped)
         except TimeoutError as error:

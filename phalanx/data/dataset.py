@@ -289,6 +289,12 @@ class DistributedDataset:
         settings = {"kind": source.kind, "seed": source.seed, "batch_size": self._batch_size, "size": size}
         return {**self._position, **settings}
 
+    def state_after_pass(self) -> dict[str, Any]:
+        """As `state_dict`, at the start of the next pass if one has begun, whether or not it was read to its end."""
+        begun = self._started and self._position["element"] > 0
+        position = self._start_of(self._position["epoch"] + 1) if begun else self._position
+        return {**self.state_dict(), **position}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next iteration start where `state` was taken.
 

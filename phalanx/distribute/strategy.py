@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -20,13 +21,17 @@ from phalanx.data.dataset import AutoShard, DistributedDataset, InputContext
 from phalanx.data.elements import Remainder
 from phalanx.distribute.collectives import check_op
 from phalanx.distribute.feeding import ValueContext, values_from_function
+from phalanx.distribute.initial import InitialValues
 from phalanx.distribute.reductions import compute, gather_leaf, is_distributed, reduce_leaf
 from phalanx.distribute.run import run_in_trace
 from phalanx.distribute.values import PerReplica, is_per_replica
-from phalanx.errors import ArgumentError, ArgumentTypeError, StrategyError
+from phalanx.errors import ArgumentError, ArgumentTypeError, DeviceError, StrategyError
 from phalanx.variables import Component, Variable
 
 logger = logging.getLogger("phalanx")
+
+_of_several_processes = itertools.count()
+"""Strategies, which every process makes in the same order."""
 
 
 class Strategy:
@@ -43,14 +48,22 @@ class Strategy:
         self._use_devices(devices)
         self._variables: dict[int, weakref.ref[Variable]] = {}
         self._eager_runs = EagerPrograms()
+        several = len({device.process_index for device in devices}) > 1
+        self._initial_values = InitialValues(self, next(_of_several_processes)) if several else None
         self.on_register: Callable[[Variable], None] | None = None
         """Called with each variable that joins the strategy."""
         self._announce()
 
     def _announce(self) -> None:
-        logger.info("%s", self.describe())
+        leads = jax.process_index() == min(device.process_index for device in self.devices)
+        logger.log(logging.INFO if leads else logging.DEBUG, "%s", self.describe())
 
     def _use_devices(self, devices: Sequence[Any]) -> None:
+        if _jax.would_hang(devices):
+            raise DeviceError(
+                f"{type(self).__name__}: several CPU devices in each of several processes hang in JAX {jax.__version__}. Start"
+                " one process for each device (phalanx launch --devices-per-process 1), or use JAX 0.11 or later."
+            )
         self.devices = tuple(devices)
         """The replicas' devices, in replica order."""
         self.mesh = _jax.replica_mesh(self.devices)
@@ -137,6 +150,11 @@ class Strategy:
 
     def register(self, variable: Variable) -> None:
         """Remember a variable of this strategy (for as long as it lives)."""
+        if self._initial_values is not None and not variable.per_replica:
+            with state.lifted_out():
+                value = self._initial_values.settle(variable)
+                if value is not None:
+                    variable._replace(self.place(value, per_replica=False))
         key = id(variable)
         self._variables[key] = weakref.ref(variable, lambda _: self._variables.pop(key, None))
         if self.on_register is not None:

@@ -1,6 +1,7 @@
-"""Makes Keras follow the rules, once."""
+"""Makes Keras follow the rules, and checkpoints take what is Keras's; once."""
 
-from phalanx.keras import reductions, variables
+from phalanx.keras import checkpointed, reductions, variables
 
 variables.install()
 reductions.install()
+checkpointed.install()

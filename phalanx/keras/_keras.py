@@ -45,6 +45,7 @@ from keras.src.losses import loss as loss
 from keras.src.trainers import data_adapters as data_adapters
 from keras.src.trainers.data_adapters.array_slicing import train_validation_split as train_validation_split
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter as DataAdapter
+from keras.src.utils.naming import to_snake_case as to_snake_case
 
 Variable = keras.Variable
 
@@ -62,6 +63,11 @@ def empty(variable: Any) -> None:
 def stored_dtype(variable: Any) -> str:
     """The dtype of the array, whatever it is cast to where it is used."""
     return str(variable._dtype)
+
+
+def automatic_name(class_name: str) -> str:
+    """What Keras calls an object of a class that was not given a name; a number follows from the second on."""
+    return str(to_snake_case(class_name))
 
 
 def initialise(variable: Any) -> Any:

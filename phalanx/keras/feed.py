@@ -19,6 +19,7 @@ from phalanx.distribute.strategy import Strategy
 from phalanx.errors import ArgumentError, StrategyError
 from phalanx.keras import _keras
 from phalanx.keras.accumulation import Accumulate
+from phalanx.keras.alike import alike
 
 _AHEAD = {"cpu": 0}
 """Batches on their way to the devices while a step runs, by platform; on a CPU the step needs the cores itself."""
@@ -38,6 +39,52 @@ class Batch:
 
 
 Parts = tuple[Batch, ...]
+"""Of one run; none where the run was done before the program stopped."""
+
+
+class Position:
+    """Where the data of `fit` is, as a checkpoint keeps it: for what Keras reads from its start in each epoch."""
+
+    in_pass = False
+    """Whether an epoch has begun and not ended."""
+
+    def check_resumable(self) -> None:
+        """Raise where training could not go on from a checkpoint."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: the batches that were used are counted."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """There is nothing."""
+
+
+class DatasetPosition(Position):
+    """That of a distributed dataset.
+
+    Args:
+        dataset: which.
+        whole_passes: whether each epoch is one pass over it.
+    """
+
+    def __init__(self, dataset: DistributedDataset, whole_passes: bool) -> None:
+        self._dataset = dataset
+        self._whole_passes = whole_passes
+
+    def check_resumable(self) -> None:
+        length = length_of(self._dataset)
+        if not self._whole_passes and length is not None:
+            raise ArgumentError(
+                f"fit(resume=...): with steps_per_epoch an epoch may end anywhere in a pass of {length} batches, and Keras does"
+                " not go on there. Leave steps_per_epoch out, or use a dataset that does not end."
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        at_end = self._whole_passes and not self.in_pass
+        return self._dataset.state_after_pass() if at_end else self._dataset.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._dataset.load_state_dict(state)
 
 
 class Feed(_keras.DataAdapter):  # type: ignore[misc]
@@ -55,6 +102,9 @@ class Feed(_keras.DataAdapter):  # type: ignore[misc]
         """Batches for one run, where their shapes allow it."""
         self._accumulate = accumulate
         """Batches for one update of the weights."""
+        self.skip = 0
+        """Runs of the next pass that were done before the program stopped."""
+        self.position = Position()
 
     def first(self) -> Any:
         """A batch on the host, for its shapes."""
@@ -64,10 +114,16 @@ class Feed(_keras.DataAdapter):  # type: ignore[misc]
         """The batches of one pass, for Keras's loops: what each run of the replicas takes."""
 
         def batches(stopped: Callable[[], bool]) -> Iterator[list[Any]]:
-            several = iter(self._adapter.get_numpy_iterator())
-            return iter(lambda: list(islice(several, self._steps * self._accumulate)), [])
+            counted = self._adapter.num_batches is not None
+            several = alike(iter(self._adapter.get_numpy_iterator()), self._strategy, counted, stopped)
+            runs = iter(lambda: list(islice(several, self.batches_per_run)), [])
+            skipped, self.skip = self.skip, 0
+            yield from ([] for _ in islice(runs, skipped))  # drawn, as they were then, and not used
+            yield from runs
 
         def send(several: list[Any]) -> tuple[Parts, list[Any]]:
+            if not several:
+                return (), []
             separate = self._divisible or len(several) == 1 or self._accumulate > 1
             together = None if separate else _stacked(several, self._strategy)
             parts = together or sum((distribute(b, self._strategy, self._divisible) for b in several), ())
@@ -82,6 +138,11 @@ class Feed(_keras.DataAdapter):  # type: ignore[misc]
     def _accumulated(self, part: Batch, i: int, of: int) -> Batch:
         is_last = (i + 1) % self._accumulate == 0 or i + 1 == of
         return replace(part, accumulate="apply" if is_last else "add")
+
+    @property
+    def batches_per_run(self) -> int:
+        """Of the adapter."""
+        return self._steps * self._accumulate
 
     def on_epoch_begin(self) -> None:
         """Keras's loops say so."""
@@ -117,8 +178,15 @@ class DatasetFeed(_keras.DataAdapter):  # type: ignore[misc]
     """A distributed dataset of ours, whose elements are on the replicas already."""
 
     batch_size = has_partial_batch = partial_batch_size = None
+    batches_per_run = 1
 
-    def __init__(self, dataset: DistributedDataset, strategy: Strategy, class_weight: dict[int, float] | None) -> None:
+    def __init__(
+        self,
+        dataset: DistributedDataset,
+        strategy: Strategy,
+        class_weight: dict[int, float] | None,
+        steps_per_epoch: int | None = None,
+    ) -> None:
         if dataset.strategy is not strategy:
             raise StrategyError(
                 f"The dataset was distributed by {dataset.strategy!r}, and the model is on {strategy!r}."
@@ -133,14 +201,20 @@ class DatasetFeed(_keras.DataAdapter):  # type: ignore[misc]
         self._dataset = dataset
         self._strategy = strategy
         self._class_weight = class_weight
+        self.skip = 0
+        """Elements of the next pass that were used before the program stopped; the dataset stands behind them."""
+        self.position = DatasetPosition(dataset, whole_passes=steps_per_epoch in (None, self.num_batches))
 
     def first(self) -> Any:
         """An element, for its shapes."""
-        return next(iter(self._dataset), None)
+        return next(iter(self._dataset._peek(1)), None)
 
     def get_jax_iterator(self) -> Iterator[Parts]:
-        """The elements of one pass."""
-        return ((Batch(self._weighted(element)),) for element in self._dataset)
+        """The elements of one pass, which begins with the first: Keras makes iterators that it does not use."""
+        skipped, self.skip = self.skip, 0
+        yield from [()] * skipped
+        for element in self._dataset:
+            yield (Batch(self._weighted(element)),)
 
     get_numpy_iterator = get_jax_iterator
 

@@ -25,6 +25,8 @@ class Law:
     """Given an optimizer, gradients and variables: what to apply, or None for nothing yet."""
     metrics_are_read_merged: bool = False
     """Reading a variable that adds up gives the sum over all replicas, in a replica too."""
+    parts_are_read_here: bool = False
+    """Reading a per-replica variable gives a part of this process's, without the others."""
 
 
 class _Here(threading.local):
@@ -52,6 +54,11 @@ def following(law: Law) -> Iterator[None]:
 def metrics_read_merged() -> AbstractContextManager[None]:
     """In the block metrics are those of all replicas."""
     return following(replace(_here.law, metrics_are_read_merged=True))
+
+
+def parts_read_here() -> AbstractContextManager[None]:
+    """In the block one process reads by itself."""
+    return following(replace(_here.law, parts_are_read_here=True))
 
 
 def replicas_with_rows_of_their_own() -> int:

@@ -15,6 +15,7 @@ from phalanx.distribute.in_effect import get_strategy
 from phalanx.distribute.mirrored import Mirrored
 from phalanx.distribute.strategy import Strategy
 from phalanx.errors import ArgumentError, ArgumentTypeError
+from phalanx.keras.once import write_once
 from phalanx.keras.steps import Steps
 from phalanx.keras.training import Loops, StatefulSteps
 
@@ -100,7 +101,10 @@ def replicate(model: Any, strategy: Strategy | None = None, synchronize_batch_no
         raise ArgumentTypeError(f"replicate: strategy must be a strategy such as px.Mirrored(), got {strategy!r:.60}.")
     steps = Steps(strategy or state.context().strategy or _on_all_devices(), synchronize_batch_norm)
     # What is written to files, copied and pickled is the original.
-    body: dict[str, Any] = {name: _of(model, name) for name in ("save", "to_json", "__reduce__")}
+    body: dict[str, Any] = {name: _of(model, name) for name in ("to_json", "__reduce__")}
+    body["save"] = lambda self, filepath, *args, **kwargs: write_once(
+        steps.strategy, model.save, filepath, *args, **kwargs
+    )
     body |= {"__module__": original.__module__, "__qualname__": original.__qualname__}
     body["_steps"] = property(lambda self: steps)
     bases: tuple[type, ...] = (original,)

@@ -38,12 +38,14 @@ class Steps:
         self._functions: dict[Any, Function[..., Any]] = {}
         self.averages: Callable[[], Iterable[tuple[Any, Any]]] | None = None
         """Gives pairs of weights and their averages, when evaluation is to see these."""
+        self.resuming = False
+        """Whether a request to stop ends the wait for a batch."""
         self._settings: Any = None
 
     def _compiled(self, model: Any, kind: str, step: Callable[[Batch], Any]) -> Callable[[Batch], Any]:
         if model.run_eagerly:
             return step
-        return functools.partial(_timed, kind, self._function(model, kind, step))
+        return self._function(model, kind, step)
 
     def _function(self, model: Any, kind: str, step: Callable[[Batch], Any]) -> Function[..., Any]:
         if _keras.settings(model) is not self._settings:  # through whichever view of the model it was compiled
@@ -72,12 +74,21 @@ class Steps:
 
     def counting(self, model: Any, kind: str) -> Callable[[Parts], Logs]:
         """``model.train_step`` or ``model.test_step`` for a batch; its logs are over all rows since the last reset."""
-        run = self._compiled(model, kind, self._counted(model, kind))
+        run = functools.partial(_timed, kind, self._counting(model, kind))
         return lambda parts: [run(part) for part in parts][-1]
+
+    def trace(self, model: Any, kind: str, batch: Batch) -> None:
+        """Trace a step without running it: the variables that it creates are there then."""
+        step = self._counting(model, kind)
+        if isinstance(step, Function):
+            step.get_concrete_function(batch)
 
     def training(self, model: Any) -> Function[..., Any]:
         """The traced function of a batch that `fit` calls."""
         return self._function(model, "train_step", self._counted(model, "train_step"))
+
+    def _counting(self, model: Any, kind: str) -> Callable[[Batch], Logs]:
+        return self._compiled(model, kind, self._counted(model, kind))
 
     def _counted(self, model: Any, kind: str) -> Callable[[Batch], Logs]:
         step = getattr(model, kind)
@@ -127,7 +138,7 @@ class Steps:
         def on_replicas(batch: Batch) -> Any:
             return self.strategy.run(model.predict_step, args=(batch.data,))
 
-        run = self._compiled(model, "predict_step", on_replicas)
+        run = functools.partial(_timed, "predict_step", self._compiled(model, "predict_step", on_replicas))
         return lambda parts: concatenated([self._to_host(run(part), part) for part in parts])
 
     def _to_host(self, outputs: Any, part: Batch) -> Any:
@@ -135,6 +146,9 @@ class Steps:
         n, expected_rows = self.strategy.num_replicas, leaf.shape[0]
 
         def rows(path: Any, value: Any) -> Any:
+            elsewhere = is_per_replica(value) and not value.stacked.is_fully_addressable
+            if elsewhere and part.is_split and value.shape[:1] == (expected_rows,):
+                return np.asarray(self.strategy.gather(value))
             shards = self.strategy.local_results(value) if is_per_replica(value) else (value,) * n
             arrays = [np.asarray(shard) for shard in (shards if part.is_split else shards[:1])]
             if arrays[0].ndim == 0 or len(arrays[0]) != expected_rows:
@@ -147,8 +161,10 @@ class Steps:
         return jax.tree_util.tree_map_with_path(rows, outputs, is_leaf=is_per_replica)
 
 
-def _timed(kind: str, run: Function[[Batch], Any], batch: Batch) -> Any:
+def _timed(kind: str, run: Callable[[Batch], Any], batch: Batch) -> Any:
     """Run, and say how long it took where it had to be compiled first."""
+    if not isinstance(run, Function):
+        return run(batch)
     traces, start = run.trace_count, time.perf_counter()
     result = run(batch)
     if run.trace_count > traces:

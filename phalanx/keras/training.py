@@ -13,15 +13,19 @@ import jax
 
 from phalanx._checks import check_choice
 from phalanx.abstract import abstract
+from phalanx.checkpoint.manager import CheckpointManager
+from phalanx.cluster.preemption import Preempted
 from phalanx.data.dataset import DistributedDataset
 from phalanx.distribute.strategy import Strategy
 from phalanx.errors import ArgumentError, StrategyError
 from phalanx.keras import _keras
 from phalanx.keras._keras import keras
 from phalanx.keras.callbacks import Callbacks
+from phalanx.keras.checkpointed import is_built
 from phalanx.keras.examples import example_batch
 from phalanx.keras.feed import Batch, DatasetFeed, Feed, Parts, distribute
 from phalanx.keras.law import metrics_read_merged
+from phalanx.keras.once import for_this_process, write_once, writer_of
 from phalanx.keras.resume import Resume
 from phalanx.keras.steps import Logs, Steps
 from phalanx.keras.variables import counterpart
@@ -88,7 +92,7 @@ class Loops:
         *args: Any,
         accumulate_steps: int = 1,
         validate_with: Literal["weights", "ema"] = "weights",
-        resume: str | os.PathLike[str] | None = None,
+        resume: str | os.PathLike[str] | CheckpointManager | None = None,
         **kwargs: Any,
     ) -> Any:
         """As in Keras, on all replicas; `batch_size` is that of all of them together.
@@ -100,8 +104,10 @@ class Loops:
                 losses that are means over rows). An epoch has as many steps as updates.
             validate_with: ``"ema"``: validation sees the moving averages of an optimizer with ``use_ema=True`` in
                 place of the weights.
-            resume: a folder where the state after each epoch is kept; fit goes on after the last one that it
-                finds there, and returns at once when all epochs are done. The order of shuffled rows starts anew.
+            resume: a folder where the state after each epoch is kept, or a `CheckpointManager`, whose `every` says after
+                how many steps to save in an epoch too. fit goes on from the last state that it finds there as if it had
+                never stopped, and returns at once when all epochs are done. SIGTERM ends it after the step (or where it waits
+                for data): the state is saved, and the program exits with `px.cluster.EXIT_PREEMPTED`.
             kwargs: as Keras's.
 
         Raises:
@@ -111,8 +117,6 @@ class Loops:
             raise ArgumentError(f"fit: accumulate_steps must be a positive int, got {accumulate_steps!r}.")
         check_choice(validate_with, "fit: validate_with", ("weights", "ema"))
         given = _arguments(super().fit, args, kwargs)  # type: ignore[misc]
-        if resume is not None:
-            given["callbacks"] = [*_keras.callbacks(given["callbacks"]), Resume(resume)]
         if given["validation_split"] and given["validation_data"] is None:
             _split_off_validation(given)
         if given["validation_data"] is not None:
@@ -130,14 +134,30 @@ class Loops:
             class_weight=given.pop("class_weight"),
             accumulate=accumulate_steps,
         )
+        resuming = None if resume is None else self._resume(resume, given["x"])
+        given["callbacks"] = [*_keras.callbacks(given["callbacks"]), *filter(None, [resuming])]
         steps = given["steps_per_epoch"] or given["x"].num_batches
         given["callbacks"] = self._callbacks(given, steps, epochs=given["epochs"], add_history=True)
         self._steps.averages = _keras.averages(self.optimizer) if validate_with == "ema" else None
+        self._steps.resuming = resuming is not None
         try:
             with self._on_the_strategy():
                 return super().fit(**given)  # type: ignore[misc]
+        except Preempted:
+            assert resuming is not None
+            resuming.leave()
         finally:
-            self._steps.averages = None
+            self._steps.averages, self._steps.resuming = None, False
+            if resuming is not None:
+                resuming.close()
+
+    def _resume(self: Any, where: Any, feed: Any) -> Resume:
+        def build() -> None:
+            own_step = type(self).train_step is not StatefulSteps.train_step
+            if own_step and not (is_built(self) and self.optimizer.built):  # the step makes what it uses
+                self._steps.trace(self, "train_step", self._on_replicas(feed.first())[0])
+
+        return Resume(where, build, feed)
 
     def evaluate(self: Any, *args: Any, **kwargs: Any) -> Any:
         """As in Keras, on all replicas."""
@@ -173,6 +193,14 @@ class Loops:
         """As in Keras, on all replicas."""
         with self._on_the_strategy():
             return super().predict_on_batch(x)  # type: ignore[misc]
+
+    def save(self: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in Keras. With several processes one writes, by itself, and the file is complete or not there."""
+        return write_once(self.strategy, super().save, filepath, *args, **kwargs)  # type: ignore[misc]
+
+    def save_weights(self: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+        """As `save`."""
+        return write_once(self.strategy, super().save_weights, filepath, *args, **kwargs)  # type: ignore[misc]
 
     def sync_to_host(self: Any) -> None:
         """Wait for the last step; the original, which shares all values, is then as it left them."""
@@ -248,6 +276,9 @@ class Loops:
         verbose, callbacks = given["verbose"], given["callbacks"]
         if isinstance(callbacks, keras.callbacks.CallbackList):
             return callbacks
+        if writer_of(self.strategy) not in (None, jax.process_index()):
+            verbose = 0
+        callbacks = for_this_process(self.strategy, _keras.callbacks(callbacks))
         return Callbacks(callbacks, add_progbar=verbose != 0, verbose=verbose, steps=steps, model=self, **options)
 
     def _feed(
@@ -266,7 +297,7 @@ class Loops:
         if isinstance(x, (Feed, DatasetFeed)):
             return x
         if isinstance(x, DistributedDataset):
-            return DatasetFeed(x, self.strategy, class_weight)
+            return DatasetFeed(x, self.strategy, class_weight, steps)
         adapter = _keras.data_adapters.get_data_adapter(
             x=x,
             y=y,
@@ -308,7 +339,10 @@ class Loops:
 
     def _stepper(self, step: Callable[[Parts], Any]) -> Callable[[Any, Iterator[Any]], tuple[Any, Any]]:
         def steps(state: Any, iterator: Iterator[Any]) -> tuple[Any, Any]:
-            return step(self._on_replicas(next(iterator))), state
+            parts = next(iterator)
+            if isinstance(parts, tuple) and not parts:  # done before the program stopped
+                return {}, state
+            return step(self._on_replicas(parts)), state
 
         return steps
 
@@ -327,7 +361,8 @@ class Loops:
         return tuple(None for name, is_wanted in wanted.items() if is_wanted and name != "purge_model_variables")
 
     def _get_metrics_result_or_logs(self, logs: Logs) -> Logs:
-        return logs  # the metrics' results already; Keras would put its own "loss" for that of a user's step
+        # They are the metrics' results already; Keras would put its own "loss" for that of a user's step.
+        return logs or self.get_metrics_result()  # type: ignore[attr-defined,no-any-return]
 
     def _symbolic_build(self: Any, iterator: Any = None, data_batch: Any = None) -> None:
         if type(self).train_step is not StatefulSteps.train_step:

@@ -159,6 +159,8 @@ def _read(original: property) -> property:
         # In a scope of Keras's, a function is traced for its shapes alone, or as the body of a loop.
         read = state.read if scope is None else state.read_out_of_traces
         ours = counterpart(variable)
+        if law().parts_are_read_here and ours.per_replica:
+            return _part_here(ours)
         value = read(ours)
         if law().metrics_are_read_merged and _adds_up(ours) and ours.per_replica and _jax.in_replica_trace():
             strategy = state.context().strategy
@@ -166,6 +168,16 @@ def _read(original: property) -> property:
         return _keras.autocast(variable, value)
 
     return property(value, doc=original.__doc__)
+
+
+def _part_here(ours: KerasVariable) -> Any:
+    """The first replica's part, which one process writes to a file without the others."""
+    if isinstance(ours, RowState):
+        raise StrategyError(
+            f"{ours.label} is the state of a stateful layer, whose rows lie on several processes. Reset it before saving:"
+            " layer.reset_states()."
+        )
+    return ours.strategy.component(state.borrow(ours), 0, True)
 
 
 def _is_placeholder(variable: Any, scope: Any) -> bool:
