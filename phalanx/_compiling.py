@@ -8,14 +8,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from phalanx.errors import CompilationError
 
 logger = logging.getLogger("phalanx")
 
+_SHOWN = 8
+"""Shapes that are named."""
 
-def compile_first(name: str, jitted: Any, inputs: Sequence[Any]) -> None:
-    """Compile for these inputs; the call that follows finds the program ready.
+
+def compile_first(name: str, jitted: Any, inputs: Sequence[Any], args: Sequence[Any]) -> None:
+    """Compile for these inputs, of which `args` are the call's own; the call that follows finds the program ready.
 
     Raises:
         CompilationError: with the compiler's message.
@@ -26,7 +30,9 @@ def compile_first(name: str, jitted: Any, inputs: Sequence[Any]) -> None:
         jitted.lower(*inputs).compile()
     except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
         raise failed(name, str(error)) from error
-    logger.info("%s: compiled in %.2f s", name, time.perf_counter() - start)
+    shapes = ", ".join(str(np.shape(x)) for x in args[:_SHOWN]) + (", ..." if len(args) > _SHOWN else "")
+    of = f" for arrays of shape {shapes}" if args else ""
+    logger.info("%s compiled in %.1f s%s", name, time.perf_counter() - start, of)
 
 
 def failed(name: str, message: str) -> CompilationError:

@@ -123,7 +123,7 @@ class Launch:
         with state.lock:
             inputs = self._inputs(args, list(map(_stored, donated)), kept)
         jitted = self._compiled.run_keeping if run == self._run_keeping else self._compiled.run
-        compile_first(self._traced.program.name, jitted, inputs)
+        compile_first(self._traced.program.name, jitted, inputs, args)
         self._compiled.is_compiled = True
 
     def _run_keeping(self, args: Sequence[Any], outs: list[Any], *variables: list[Variable]) -> None:

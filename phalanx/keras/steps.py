@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import logging
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,8 +19,6 @@ from phalanx.keras.accumulation import Accumulator
 from phalanx.keras.feed import Batch, Parts
 from phalanx.keras.law import Law, following
 from phalanx.keras.variables import assignments
-
-logger = logging.getLogger("phalanx")
 
 Logs = dict[str, Any]
 
@@ -74,7 +69,7 @@ class Steps:
 
     def counting(self, model: Any, kind: str) -> Callable[[Parts], Logs]:
         """``model.train_step`` or ``model.test_step`` for a batch; its logs are over all rows since the last reset."""
-        run = functools.partial(_timed, kind, self._counting(model, kind))
+        run = self._counting(model, kind)
         return lambda parts: [run(part) for part in parts][-1]
 
     def trace(self, model: Any, kind: str, batch: Batch) -> None:
@@ -138,7 +133,8 @@ class Steps:
         def on_replicas(batch: Batch) -> Any:
             return self.strategy.run(model.predict_step, args=(batch.data,))
 
-        run = functools.partial(_timed, "predict_step", self._compiled(model, "predict_step", on_replicas))
+        on_replicas.__name__ = on_replicas.__qualname__ = "predict_step"
+        run = self._compiled(model, "predict_step", on_replicas)
         return lambda parts: concatenated([self._to_host(run(part), part) for part in parts])
 
     def _to_host(self, outputs: Any, part: Batch) -> Any:
@@ -159,18 +155,6 @@ class Steps:
             return np.concatenate(arrays)
 
         return jax.tree_util.tree_map_with_path(rows, outputs, is_leaf=is_per_replica)
-
-
-def _timed(kind: str, run: Callable[[Batch], Any], batch: Batch) -> Any:
-    """Run, and say how long it took where it had to be compiled first."""
-    if not isinstance(run, Function):
-        return run(batch)
-    traces, start = run.trace_count, time.perf_counter()
-    result = run(batch)
-    if run.trace_count > traces:
-        shapes = ", ".join(str(leaf.shape) for leaf in jax.tree.leaves(batch))
-        logger.info("%s compiled in %.1f s for arrays of shape %s", kind, time.perf_counter() - start, shapes)
-    return result
 
 
 def _repeated(step: Callable[[Any], Logs | None], data: Any, steps: int | None) -> Logs:
