@@ -10,7 +10,7 @@ import jax
 
 from phalanx import _jax, state
 from phalanx._explain import why_not_traced
-from phalanx.errors import VariableWriteError
+from phalanx.errors import StrategyError, VariableWriteError
 from phalanx.variables import Variable
 
 
@@ -69,7 +69,8 @@ def abstract() -> Iterator[None]:
     Whatever JAX computes in the block has a type and no value. Models of Keras and optimizers made in it are
     abstract too. `px.preflight` compiles steps that use such variables; nothing can run with them.
 
-    Raises (from the block):
+    Raises (also from the block):
+        StrategyError: in a traced function or a replica.
         TracingError: when the value of an array is needed.
         VariableWriteError: when a variable that has a value is assigned.
 
@@ -83,6 +84,8 @@ def abstract() -> Iterator[None]:
     if stack.without_storage is not None:
         yield
         return
+    if not state.top().is_eager:
+        raise StrategyError("px.abstract() is entered in a traced function or a replica. Enter it outside.")
     with _jax.outside_traces(), _jax.types_alone() as tracing:
         scope = _Scope(tracing)
         stack.without_storage = scope

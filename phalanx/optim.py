@@ -103,7 +103,7 @@ class Optimizer:
         if any(v._stored is None for v in variables):  # born in the trace that is running
             self._keep(self._tx.init([state.top().base.load(v) for v in variables]), variables)
         else:
-            with nullcontext() if all(v.has_storage for v in variables) else abstract(), state.lifted_out():
+            with state.lifted_out(), nullcontext() if all(v.has_storage for v in variables) else abstract():
                 self._keep(self._tx.init(list(map(state.borrow, variables))), variables)
 
     def _keep(self, initial: Any, variables: tuple[Variable, ...]) -> None:

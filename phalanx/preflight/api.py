@@ -8,10 +8,11 @@ from typing import Any, get_args
 
 import jax
 
+from phalanx import state
 from phalanx._checks import check_choice, check_function
 from phalanx._methods import BoundFunction
 from phalanx.distribute.strategy import Strategy
-from phalanx.errors import ArgumentError, ArgumentTypeError
+from phalanx.errors import ArgumentError, ArgumentTypeError, StrategyError
 from phalanx.function import Function
 from phalanx.preflight import compiler, targets
 from phalanx.preflight.compiler import Effort, Settings
@@ -54,6 +55,7 @@ def preflight(
         kwargs: further example arguments, by name.
 
     Raises:
+        StrategyError: in a traced function or a replica.
         ArgumentError: for a topology that is not known, or no arguments where some are needed.
         UnevenBatchError: when the batch does not divide by the replicas.
         CompilationError: when the compiler is not installed; it says which package has it.
@@ -68,6 +70,8 @@ def preflight(
         (True, 512)
     """
     check_function(fn, "preflight")
+    if not state.top().is_eager:
+        raise StrategyError("px.preflight is called in a traced function or a replica. Call it outside.")
     if strategy is not None and not isinstance(strategy, Strategy):
         raise ArgumentTypeError(f"preflight: strategy must be a strategy such as px.Mirrored(), got {strategy!r:.60}.")
     _check_positive(global_batch, "global_batch")

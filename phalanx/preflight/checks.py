@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from phalanx.preflight import hlo
 from phalanx.preflight.operations import Operations
-from phalanx.preflight.program import Entry, Program
+from phalanx.preflight.program import Program
 from phalanx.preflight.targets import Target
 
 _LARGE_SHARE = 1 / 64
@@ -35,7 +36,7 @@ class Warning:
     remedy: str
 
     def __str__(self) -> str:
-        at = f" at {self.line}" if self.line else ""
+        at = f" at {shown(self.line)}" if self.line else ""
         return f"{self.kind}: {self.message}{at}. {self.remedy}"
 
 
@@ -215,6 +216,11 @@ def layer_of(scope: str) -> str:
     return "/".join(parts)
 
 
+def shown(line: str) -> str:
+    """A line for reading: relative to where we are, where it is below."""
+    return line.removeprefix(os.getcwd() + os.sep)
+
+
 def human(amount: float) -> str:
     """Bytes as people read them."""
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -228,6 +234,3 @@ def human(amount: float) -> str:
             )
         amount /= 1024
     return f"{amount:.1f} GiB"
-
-
-__all__ = ["Entry", "Evidence", "Warning", "all_warnings", "human", "layer_of"]

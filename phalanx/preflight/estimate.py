@@ -72,36 +72,44 @@ def step_time(flops: float, bytes_moved: float, collectives: Sequence[Collective
     return StepTime(
         compute=flops / (chip.flops["bfloat16"] / chip.devices),
         memory=bytes_moved / (chip.hbm_bandwidth / chip.devices),
-        communication=sum(_seconds(c.kind, c.bytes, c.group_size, c.network, target) * c.count for c in collectives),
+        communication=scaled_communication(collectives, target, target),
     )
 
 
 def scaled_communication(collectives: Sequence[Collective], measured: Target, target: Target) -> float:
     """Of the same collectives, on more chips."""
-    seconds = 0.0
+    seconds, seen = 0.0, set[str]()
     for c in collectives:
         whole = c.network == "ICI" and c.group_size == measured.num_devices // measured.num_slices
         size = target.num_devices // target.num_slices if whole else c.group_size
         if c.network == "DCN":
             size = target.num_slices
-        seconds += _seconds(c.kind, c.bytes, size, c.network, target) * c.count
+        steps = [(c.kind, float(c.bytes), size, c.network)]
         if whole and measured.num_slices == 1 and target.num_slices > 1:  # what is left to sum, between the slices
             share = c.bytes / size if c.kind == "all-reduce" else c.bytes
-            seconds += _seconds(c.kind, share, target.num_slices, "DCN", target) * c.count
+            steps.append((c.kind, share, target.num_slices, "DCN"))
+        for kind, amount, n, network in steps:
+            seconds += _transfer(kind, amount, n, network, target) * c.count
+            if not c.operation or c.operation not in seen:  # what travels together waits once
+                seconds += _latency(n, network, target) * c.count
+        seen.add(c.operation)
     return seconds
 
 
-def _seconds(kind: str, amount: float, n: int, network: str, target: Target) -> float:
+def _latency(n: int, network: str, target: Target) -> float:
+    if n < 2:
+        return 0.0
+    return (n - 1) * SLICE_HOP_SECONDS if network == "DCN" else sum(target.shape) * HOP_SECONDS
+
+
+def _transfer(kind: str, amount: float, n: int, network: str, target: Target) -> float:
     chip = target.chip
     if chip is None or n < 2:
         return 0.0
-    if network == "DCN":
-        rate, hops, hop = chip.dcn_bandwidth / chip.devices, n - 1, SLICE_HOP_SECONDS
-    else:
-        rate, hops, hop = ici_rate(chip, target.shape, n) / chip.devices, sum(target.shape), HOP_SECONDS
+    rate = chip.dcn_bandwidth if network == "DCN" else ici_rate(chip, target.shape, n)
     share = (n - 1) / n
     passes = {"all-reduce": 2 * share, "all-gather": share, "reduce-scatter": share, "all-to-all": share / 2}
-    return passes.get(kind, 1.0) * amount / rate + hops * hop
+    return passes.get(kind, 1.0) * amount / (rate / chip.devices)
 
 
 def ici_rate(chip: Chip, shape: Sequence[int], n: int) -> float:

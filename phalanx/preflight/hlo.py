@@ -66,6 +66,8 @@ class Collective:
     count: int
     """How often it runs in one step."""
     shapes: tuple[tuple[int, ...], ...] = ()
+    operation: str = ""
+    """XLA's name of the exchange, which may carry several of these together."""
 
 
 @dataclass(frozen=True)
@@ -299,7 +301,7 @@ def _collectives(
         together.setdefault((dtype, context.source(instruction, i)), []).append(dims)
     for (dtype, source), shapes in together.items():
         amount = sum(size_of(dtype, dims) for dims in shapes) * (size if kind == "reduce-scatter" else 1)
-        yield Collective(kind, dtype, amount, source, size, groups, network, times, tuple(shapes))
+        yield Collective(kind, dtype, amount, source, size, groups, network, times, tuple(shapes), instruction.name)
 
 
 def _groups(attributes: str, num_devices: int) -> tuple[int, str]:

@@ -6,7 +6,7 @@ import math
 from html import escape
 from typing import TYPE_CHECKING
 
-from phalanx.preflight.checks import human
+from phalanx.preflight.checks import human, shown
 from phalanx.preflight.text import (
     KINDS,
     collective_rows,
@@ -60,7 +60,7 @@ def page(report: Report) -> str:
         memory_bar(report),
         _table(("", "bytes", "share"), memory_rows(report)),
         "<h2>Largest tensors</h2>",
-        _table(("", "bytes", "where"), [(b.what, human(b.bytes), b.line) for b in report.largest_buffers]),
+        _table(("", "bytes", "where"), [(b.what, human(b.bytes), shown(b.line)) for b in report.largest_buffers]),
         "<h2>Work of a step</h2>",
         _table(("", ""), work_rows(report)),
     ]

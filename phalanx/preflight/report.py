@@ -119,7 +119,7 @@ class Report:
             return f"It does not compile for {self.topology}: {self._outcome.message.partition(chr(10))[0]}"
         parts = {"variables": b.params, "optimizer state": b.slots, "inputs": b.inputs, "intermediate values": b.temp}
         worst = max(parts, key=lambda k: parts[k])
-        need = f"needs {human(b.total)} of {human(b.available or 0)}"
+        need = f"needs at least {b.total / _GIB:.2f} of {(b.available or 0) / _GIB:.2f} GiB"
         cause = f" {human(parts[worst])} are {worst}; the largest: {self.largest_buffers[0].what}."
         return f"It does not fit: {need}; {self._which_fits()}.{cause if self.largest_buffers else ''}"
 

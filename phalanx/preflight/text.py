@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from typing import TYPE_CHECKING, Any
 
-from phalanx.preflight.checks import human
+from phalanx.preflight.checks import human, shown
 
 if TYPE_CHECKING:
     from phalanx.preflight.hlo import Collective
@@ -117,7 +117,7 @@ def memory_rows(report: Report) -> Rows:
 
 
 def _largest(report: Report) -> Rows:
-    return [(b.what, human(b.bytes), b.line) for b in report.largest_buffers[: 3 if report.fits else 8]]
+    return [(b.what, human(b.bytes), shown(b.line)) for b in report.largest_buffers[: 3 if report.fits else 8]]
 
 
 def work_rows(report: Report) -> Rows:
@@ -143,7 +143,7 @@ def work_rows(report: Report) -> Rows:
 def collective_rows(collectives: list[Collective]) -> Rows:
     """The largest; the rest in one row."""
     rows: Rows = [
-        (f"{c.kind} {c.dtype}", human(c.bytes), str(c.count), c.network or "-", str(c.group_size), c.source)
+        (f"{c.kind} {c.dtype}", human(c.bytes), str(c.count), c.network or "-", str(c.group_size), shown(c.source))
         for c in collectives[:_SHOWN]
     ]
     rest = collectives[_SHOWN:]
