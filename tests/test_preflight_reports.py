@@ -8,12 +8,10 @@ from pathlib import Path
 
 os.environ["KERAS_BACKEND"] = "jax"
 
-import jax
 import numpy as np
 import pytest
 from slices import needs_libtpu
 
-import phalanx as px
 from phalanx.preflight import operations, targets
 from phalanx.preflight.program import VariableStep
 
@@ -88,16 +86,19 @@ def test_resnet_50(reports, topology):
     report = reports.resnet(topology)
     trainable, statistics = 25_583_592, 53_120  # as Keras's summary counts
     assert report.fits and report.global_batch == 1024
-    assert gradients(report) == 4 * trainable
+    # Where two branches are added, the shifts of their last normalisations have one gradient: XLA reduces it once.
+    assert gradients(report) == 4 * (trainable - (256 + 512 + 1024 + 2048))
     assert report.bytes.params == pytest.approx(4 * (trainable + statistics), rel=0.001)
     assert report.bytes.slots == pytest.approx(4 * trainable, rel=0.001)  # one momentum for each
     assert report.bytes.inputs == 64 * (224 * 224 * 3 + 1) * 4
-    forward = 2 * 3.87e9  # multiply-adds of the version with 7x7 and no bottleneck stride, for one image
+    forward = 2 * 3.86e9  # multiply-adds for one image
     assert report.matmul_flops == pytest.approx(3 * 1024 * forward, rel=0.05)
 
 
-def test_the_page_shows_the_reports_that_the_script_makes():
+def test_the_page_shows_the_reports_that_the_script_makes(reports):
     page = (ROOT / "docs/howto/preflight.md").read_text()
-    for name in ("digits", "resnet50-v5e", "resnet50-v6e", "transformer-float32", "transformer-bfloat16-remat"):
-        assert f"### {name}" in page
-    assert jax.__version__ and "does not fit" in page and px.__version__
+    assert [
+        line.removeprefix("### ")
+        for line in page.partition("## Three reports")[2].splitlines()
+        if line.startswith("### ")
+    ] == list(reports.REPORTS)
