@@ -131,6 +131,14 @@ class Trainer:
         return float(sum(map(self.count_correct, self.batches(rows)))) / len(rows[0])
 
 
+def preflight_train_step(global_batch: int = BATCH):
+    """For `phalanx preflight examples/digits.py:train_step --topology v5e:2x4 --global-batch 1024`."""
+    images = jax.ShapeDtypeStruct((global_batch, 8, 8, 1), np.float32)
+    labels = jax.ShapeDtypeStruct((global_batch,), np.int32)
+    mask = jax.ShapeDtypeStruct((global_batch,), np.float32)
+    return Trainer(px.Mirrored()).train_step, (images, labels, mask)
+
+
 def train(trainer: Trainer, learned: Rows, held_out: Rows, epochs: int) -> tuple[list[float], list[float]]:
     """The loss of each step, and the held-out accuracy after each epoch."""
     losses: list[jax.Array] = []

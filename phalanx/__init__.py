@@ -2,8 +2,10 @@
 
 import importlib
 
+from phalanx import _jax
 from phalanx import cluster as cluster
 from phalanx import errors as errors
+from phalanx.abstract import abstract as abstract
 from phalanx.audit import Auditor as Auditor
 from phalanx.audit import audit as audit
 from phalanx.checkpoint.checkpoint import Checkpoint as Checkpoint
@@ -31,12 +33,15 @@ from phalanx.function import function as function
 from phalanx.function import run_functions_eagerly as run_functions_eagerly
 from phalanx.function import strict as strict
 from phalanx.optim import Optimizer as Optimizer
+from phalanx.preflight.api import preflight as preflight
 from phalanx.profiling.api import profile as profile
 from phalanx.self_check import self_check as self_check
 from phalanx.tape import GradientTape as GradientTape
 from phalanx.trees import variables_like as variables_like
 from phalanx.variables import Component as Component
 from phalanx.variables import Variable as Variable
+
+_jax.hide_absent_tpu()
 
 __version__ = "0.1.0"
 

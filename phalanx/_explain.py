@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from phalanx import _jax
-from phalanx.errors import DeviceError, PhalanxError, StrategyError, TracingError
+from phalanx.errors import DeviceError, PhalanxError, StrategyError, TracingError, VariableCreationError
 
 if TYPE_CHECKING:
     from phalanx._traced import Traced
+    from phalanx.variables import Variable
 
 _VALUE_NEEDED = (
     jax.errors.ConcretizationTypeError,
@@ -54,6 +55,9 @@ def why_not_run(name: str, traced: Traced, args: Sequence[Any], error: Exception
         return leaked(name)
     if isinstance(error, ValueError) and "incompatible devices" in str(error):
         return _scattered(name, traced, args)
+    bare = next((v for v, _ in traced.captures if not v.has_storage), None)
+    if isinstance(error, TypeError) and bare is not None:
+        return without_storage(bare)
     return None
 
 
@@ -62,6 +66,15 @@ def leaked(name: str) -> TracingError:
     return TracingError(
         f"{name}: a value of another trace was used: a traced value was kept (in a list, an attribute, a global) and"
         " outlived the function that it was computed in. Return it, or keep it in a px.Variable."
+    )
+
+
+def without_storage(variable: Variable) -> VariableCreationError:
+    """The error for the value of a variable that has none."""
+    return VariableCreationError(
+        f"{variable.label} was created at {variable._created_at} in px.abstract(), which gives variables a shape and a"
+        " dtype and no storage: px.preflight can compile a step that uses it, and nothing can run. Create it outside of"
+        " px.abstract() to train."
     )
 
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from phalanx import _jax, state
+from phalanx._compiling import compile_first
 from phalanx._explain import why_not_run
 from phalanx._interrupts import HeldBack
 from phalanx.variables import Variable
@@ -62,6 +63,7 @@ class Compiled:
         self.run = jax.jit(flat, donate_argnums=(0,), out_shardings=shardings)
         self.run_keeping = jax.jit(flat, out_shardings=shardings)
         """The same, and nothing is given away; compiled only where it is called."""
+        self.is_compiled = False
 
     def fits(self, other: Traced, donate: bool) -> bool:
         """True when this program computes the same as another trace's; Python functions are not compared."""
@@ -106,13 +108,24 @@ class Launch:
             if traced.in_order:
                 _wait_for_previous()
             try:
+                if not self._compiled.is_compiled:
+                    self._compile(args, run, *variables)
                 run(args, outs, *variables)
-            except (ValueError, jax.errors.UnexpectedTracerError) as error:
+            except (TypeError, ValueError, jax.errors.UnexpectedTracerError) as error:
                 better = why_not_run(traced.program.name, traced, args, error)
                 if better is None:
                     raise
                 raise better from error
         return traced.results(outs[0])
+
+    def _compile(self, args: Sequence[Any], run: Any, *variables: list[Variable]) -> None:
+        donated, kept, _ = variables
+        with state.lock:
+            inputs = self._inputs(args, list(map(_stored, donated)), kept)
+        jitted = self._compiled.run_keeping if run == self._run_keeping else self._compiled.run
+        arguments = list(map(args.__getitem__, self._compiled.args))
+        compile_first(self._traced.program.name, jitted, inputs, arguments)
+        self._compiled.is_compiled = True
 
     def _run_keeping(self, args: Sequence[Any], outs: list[Any], *variables: list[Variable]) -> None:
         """Nothing is given away: after an error it is needed, and the functions called back may read it meanwhile."""

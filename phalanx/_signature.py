@@ -298,6 +298,21 @@ class Signature:
             name = path[1].key
         return f"argument {name!r}{jax.tree_util.keystr(path[2:])}"
 
+    @property
+    def open_sizes(self) -> list[str]:
+        """The arguments of which the input signature leaves a size open."""
+        specs = zip(self._names, self._input_signature or ())
+        return [
+            f"argument {name!r}"
+            for name, spec in specs
+            if any(not isinstance(d, int) for leaf in jax.tree.leaves(spec) for d in getattr(leaf, "shape", ()))
+        ]
+
+    @property
+    def example(self) -> tuple[Any, ...] | None:
+        """Arguments of the types that the input signature asks for, where it leaves nothing open."""
+        return None if self._input_signature is None or self.open_sizes else tuple(self._input_signature)
+
     def changes(self, old: Call, new: Call) -> list[str]:
         """In words, which arguments make two calls need traces of their own."""
         if old.structure == new.structure:

@@ -10,6 +10,7 @@ __all__ = [
     "AssignmentTypeError",
     "CheckpointError",
     "ClusterError",
+    "CompilationError",
     "DeviceError",
     "FrozenVariableError",
     "NonFiniteError",
@@ -79,6 +80,18 @@ class TapeError(PhalanxError, RuntimeError):
 
 class StrategyError(PhalanxError, RuntimeError):
     """A strategy was used in the wrong context or mixed with another one."""
+
+
+class CompilationError(PhalanxError, RuntimeError):
+    """The compiler refuses a program, or cannot be had; nothing of it has run."""
+
+    def __init__(self, message: str, compiler_message: str = "") -> None:
+        super().__init__(message)
+        self.compiler_message = compiler_message
+        """All that the compiler said."""
+
+    def __reduce__(self) -> tuple[type[CompilationError], tuple[str, str]]:
+        return type(self), (str(self), self.compiler_message)
 
 
 class DeviceError(PhalanxError, RuntimeError):

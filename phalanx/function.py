@@ -23,7 +23,7 @@ from phalanx._checks import check_flag
 from phalanx._history import History, context_keys
 from phalanx._launch import Compiled, Launch
 from phalanx._methods import BoundFunction
-from phalanx._signature import Call, Signature, describe, identities
+from phalanx._signature import Call, Signature, describe, identities, is_input
 from phalanx._traced import Traced, trace
 from phalanx.errors import ArgumentError, ArgumentTypeError, RetraceError, StrategyError, VariableCreationError
 from phalanx.variables import Variable
@@ -322,6 +322,10 @@ class Function(Generic[P, R]):
         """Give variables born in the trace their initial values; nothing else of it takes effect."""
         with state.lifted_out():
             program = traced.program.only(slice(traced.n_results + len(traced.written), None))
+            if not all(variable.has_storage for variable, _ in traced.captures):
+                for variable, aval in zip(traced.initial, program.out_avals):
+                    variable._replace(jax.ShapeDtypeStruct(aval.shape, aval.dtype))
+                return
             values = program(traced.inputs(call.inputs, lambda capture: state.borrow(capture[0])))
             for variable, value in zip(traced.initial, values):
                 variable._replace(variable._placed(value))
@@ -376,6 +380,42 @@ class Function(Generic[P, R]):
             )
 
     # ---- looking inside ----
+
+    def untraced(self) -> Function[..., Any]:
+        """The same function with no traces yet, to look at what it would compile to and leave this one alone."""
+        return Function(self._fn, instance=self._instance, **self._options)
+
+    @property
+    def donates(self) -> bool:
+        """Whether its programs reuse the buffers of variables that they write."""
+        return self._donate
+
+    def traced(self, *args: Any, **kwargs: Any) -> tuple[Traced, Call]:
+        """One more trace for these arguments, which is not kept."""
+        call = self._signature.split(*self._signature.bind(args, kwargs))
+        with state.tracing(self.name):
+            return self._trace(call), call
+
+    @property
+    def known_arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Types of arguments that it takes: by its signature, or in its last trace where none of them is static."""
+        if self._signature.example is not None:
+            return self._signature.example, {}
+        calls = [concrete._call for concrete in self._traces.values()]
+        if not calls or not all(map(is_input, calls[-1].leaves)):
+            return None
+        types = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in calls[-1].keys]  # type: ignore[attr-defined]
+        return jax.tree.unflatten(calls[-1].structure, types)  # type: ignore[no-any-return]
+
+    @property
+    def open_sizes(self) -> list[str]:
+        """The arguments of which `input_signature` leaves a size open."""
+        return self._signature.open_sizes
+
+    def label_of_input(self, call: Call, index: int) -> str:
+        """How messages call one of the inputs of a call."""
+        places = [i for i, leaf in enumerate(call.leaves) if is_input(leaf)]
+        return self._signature.label(call.structure, places[index])
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """JAX's lowered program (``jax.stages.Lowered``) for these arguments."""

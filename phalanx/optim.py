@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import jax
@@ -13,6 +14,7 @@ import optax
 from phalanx import _jax, state
 from phalanx._checks import counterparts
 from phalanx._tensorflow import OPTIMIZER, no_such
+from phalanx.abstract import abstract
 from phalanx.distribute.collectives import all_reduce, check_op
 from phalanx.distribute.in_effect import get_strategy
 from phalanx.distribute.values import is_per_replica
@@ -101,7 +103,7 @@ class Optimizer:
         if any(v._stored is None for v in variables):  # born in the trace that is running
             self._keep(self._tx.init([state.top().base.load(v) for v in variables]), variables)
         else:
-            with state.lifted_out():
+            with state.lifted_out(), nullcontext() if all(v.has_storage for v in variables) else abstract():
                 self._keep(self._tx.init(list(map(state.borrow, variables))), variables)
 
     def _keep(self, initial: Any, variables: tuple[Variable, ...]) -> None:
@@ -111,8 +113,9 @@ class Optimizer:
         self._state = [
             Variable(leaf, trainable=False, name=f"optimizer{jax.tree_util.keystr(path)}") for path, leaf in paths
         ]
-        if strategy is not None:
-            for slot in self._state:
+        for slot in self._state:
+            slot.is_slot = True
+            if strategy is not None:
                 strategy.adopt(slot)
         self._updated = variables
 
@@ -190,7 +193,7 @@ class Optimizer:
             strategy = get_strategy()
             self._warn_of_equal(pairs, reduce, strategy.num_replicas)
             grads = [jnp.asarray(g, v.dtype) for v, g in pairs]
-            return all_reduce(reduce, grads, strategy.num_replicas, strategy.platform)
+            return all_reduce(reduce, grads, strategy.num_replicas, strategy.platform, [v.name for v, _ in pairs])
         merged = [g.strategy.reduce(reduce, g) if is_per_replica(g) else g for _, g in pairs]
         for (v, _), g in zip(pairs, merged):
             if _jax.varies(g):

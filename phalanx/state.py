@@ -33,7 +33,7 @@ from phalanx._contexts import apply_op as apply_op
 from phalanx._contexts import diverging as diverging
 from phalanx._contexts import merge_components as merge_components
 from phalanx._contexts import refuse_foreign as refuse_foreign
-from phalanx._explain import leaked
+from phalanx._explain import leaked, without_storage
 from phalanx._turns import Lending as Lending
 from phalanx._turns import calling_back as calling_back
 from phalanx._turns import lock as lock
@@ -130,10 +130,13 @@ class EagerFrame(Frame):
         for trace in _jax.trace_chain():
             if _jax.is_staging(trace):
                 raise frozen(variable, _jax.staged_for(trace))
-        return self._value(variable)
+        value = self._value(variable)
+        if type(value) is jax.ShapeDtypeStruct:
+            raise without_storage(variable)
+        return value
 
     def type_of(self, variable: Variable) -> Any:
-        return _jax.type_of(self._value(variable))
+        return stored_type(self._value(variable))
 
     @staticmethod
     def _value(variable: Variable) -> Any:
@@ -168,6 +171,13 @@ class EagerFrame(Frame):
 
     def created(self, variable: Variable, stored: Any) -> None:
         variable._replace(variable._placed(stored))
+
+
+def stored_type(stored: Any) -> Any:
+    """The type of what a variable holds, as an input of a program."""
+    if type(stored) is jax.ShapeDtypeStruct:
+        return _jax.local_aval(stored.shape, stored.dtype, varying=False)
+    return _jax.type_of(stored)
 
 
 class TraceFrame(Frame):
@@ -386,6 +396,8 @@ class _Stack(threading.local):
         self.top: Frame = EagerFrame()
         self.bodies_read = False
         """Whether a variable was read in a body that JAX traces and keeps (lax.scan, cond, checkpoint ...)."""
+        self.without_storage: Any = None
+        """The `abstract` scope that is open, if any."""
 
 
 _stack = _Stack()
@@ -451,11 +463,16 @@ def renew_bodies() -> None:
 @contextmanager
 def lifted_out() -> Iterator[None]:
     """Run the block eagerly, out of every function and replica that is being traced around it."""
+    if _stack.without_storage is not None:
+        with _stack.without_storage.lifted_out():
+            yield
+        return
     strategy = context().strategy
     frame = EagerFrame()
     frame.context = CrossReplica(strategy)
     # New arrays belong on the strategy's devices from the start, not on JAX's default one.
-    device = nullcontext() if strategy is None else jax.default_device(strategy.local_devices[0])
+    local = [] if strategy is None else strategy.local_devices[:1]
+    device = jax.default_device(local[0]) if local else nullcontext()
     try:
         with _jax.outside_traces(), pushed(frame), device:
             renew_bodies()

@@ -67,6 +67,9 @@ class Variable(AsArray):
     _stored: Any
     _owned: bool
 
+    is_slot = False
+    """Whether it is part of an optimizer's state."""
+
     def __init__(
         self,
         initial_value: InitialValue,
@@ -277,6 +280,11 @@ class Variable(AsArray):
             return state.merge_components(stored, self.aggregation)
         return self.strategy.merge_components(stored, self.aggregation)
 
+    @property
+    def has_storage(self) -> bool:
+        """Whether there is an array behind it, which `px.abstract` leaves out."""
+        return type(self._stored) is not jax.ShapeDtypeStruct
+
     def _replace(self, stored: Any) -> None:
         """Take another array, which others may hold too."""
         is_first = self._stored is None
@@ -303,6 +311,8 @@ class Variable(AsArray):
     def _short(self) -> str:
         if self._stored is None:
             return "<not initialised>"
+        if not self.has_storage:
+            return "<no storage>"
         try:
             with state.lifted_out(), np.printoptions(threshold=6, edgeitems=2, precision=4):
                 stored = state.borrow(self)

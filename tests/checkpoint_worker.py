@@ -104,6 +104,36 @@ def different_calls(px, strategy):
 
 
 @scenario
+def audited(px, strategy):
+    w = variables(px, strategy, 1.0)["w"]
+    mine = np.ones(3, np.float32)
+    mine[1] += ME * 1e-7
+    part = jax.device_put(mine, jax.local_devices()[0])
+    w._replace(jax.make_array_from_single_device_arrays((3,), strategy.sharding(per_replica=False), [part]))
+    found = [(d.variable, d.replica, d.process, d.index) for d in px.audit(w).divergences]
+    auditor = px.Auditor(w, every=1, on_divergence="repair")
+    auditor.after_step()
+    auditor.finish()
+    return {"found": found, "equal": px.audit(w).equal, "value": w.numpy().tolist()}
+
+
+@scenario
+def guarded(px, strategy):
+    import optax
+
+    w = variables(px, strategy, 1.0)["w"]
+    guard = px.NonFiniteGuard(px.Optimizer(optax.sgd(1.0)))
+
+    def replica():
+        bad = np.float32(px.get_replica_context().num_replicas - 1)
+        gradient = jax.numpy.where(px.get_replica_context().replica_id == bad, np.nan, np.ones(3, np.float32))
+        guard.apply_gradients([(gradient, w)])
+
+    strategy.run(replica)
+    return {**outcome(guard.check), "value": w.numpy().tolist()}
+
+
+@scenario
 def cannot_be_written(px, strategy):
     manager = px.CheckpointManager("/proc/no/such/place")
     manager.save(px.Checkpoint(a=1), step=1)

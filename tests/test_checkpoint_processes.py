@@ -1,4 +1,4 @@
-"""Checkpoints of two real processes: written once, restored by all or none, and nobody is waited for for ever."""
+"""Checkpoints, audits and guards of two real processes: all see the same, and nobody is waited for for ever."""
 
 from __future__ import annotations
 
@@ -110,6 +110,21 @@ def test_what_one_process_cannot_restore_none_does(told):
     for results in (first, second):
         assert results["values"] == [[7, 7, 7], 1.0]
         assert results["counter"] == 7
+
+
+def test_an_audit_names_the_process_on_all_of_them_and_repairs_its_replica(told):
+    for results in told:
+        assert results["audited"] == {"found": [["w", 1, 1, [1]]], "equal": True, "value": [1, 1, 1]}
+
+
+def test_what_is_not_finite_on_one_process_stops_all_and_is_named_where_it_was(told):
+    first, second = (results["guarded"] for results in told)
+    assert first["value"] == second["value"] == [1, 1, 1]
+    assert "At step 1 the gradient of Variable 'w' is not finite on replica 1" in second["result"]
+    assert (
+        "NonFiniteError: At step 1 the gradient of Variable 'w' is not finite on a replica of another"
+        in first["result"]
+    )
 
 
 @pytest.mark.parametrize(

@@ -180,6 +180,17 @@ def always(value: Any) -> Callable[[int, str], Any]:
     return lambda n, place: value
 
 
+def abstract(bench: Bench) -> Any:
+    with px.abstract():
+        v = px.Variable(jnp.ones(2))
+    return v.shape[0]
+
+
+def preflight(bench: Bench) -> Any:
+    rows = jax.ShapeDtypeStruct((4, 3), jnp.float32)
+    return px.preflight(lambda x: bench.strategy.run(lambda x: x * 2.0, (x,)), rows, topology="cpu:2").bytes.inputs
+
+
 TABLE: dict[str, Example] = {
     "Auditor": Example(auditor, always(1), ("eager",)),
     "Checkpoint": Example(checkpoint, always(4)),
@@ -199,6 +210,7 @@ TABLE: dict[str, Example] = {
     "Strategy": Example(strategy_runs, lambda n, place: 2.0 * n, ("eager", "function")),
     "TPU": Example(lambda b: px.TPU(), always(None), (), errors.DeviceError),
     "Variable": Example(variable, adds(3.0, 1.0)),
+    "abstract": Example(abstract, always(2), ("eager",)),
     "audit": Example(lambda b: px.audit(b.strategy).equal, always(True), ("eager",)),
     "cond": Example(cond, lambda n, place: 7.0 * n if place == "replica" else 7.0),
     "cpu_devices": Example(lambda b: px.cpu_devices(8), always(None)),
@@ -209,6 +221,10 @@ TABLE: dict[str, Example] = {
     ),
     "get_strategy": Example(lambda b: px.get_strategy().num_replicas, lambda n, place: n if place in ("replica", "merge") else 1),
     "in_cross_replica_context": Example(lambda b: px.in_cross_replica_context(), lambda n, place: place == "merge"),
+    "preflight": Example(preflight, always(2 * 3 * 4), ("eager",)),
+    "profile": Example(
+        lambda b: px.profile(px.function(lambda x: x * b.kept["w"]), [jnp.ones(())], steps=1).steps, always(1), ("eager",)
+    ),
     "progress": Example(lambda b: sum(px.progress([1, 2])), always(3)),
     "resumable": Example(resumable, always(3), ("eager",)),
     "run_functions_eagerly": Example(settings, always(None)),
@@ -268,6 +284,9 @@ def cause(name: str, strategy: px.Strategy) -> None:
         "ArgumentTypeError": lambda: px.GradientTape(persistent=1),
         "AssignmentError": lambda: v.assign(jnp.ones(3)),
         "AssignmentTypeError": lambda: v.assign(jnp.ones(2, complex)),
+        "CompilationError": lambda: px.function(
+            lambda x: jax.ffi.ffi_call("no_such_target", jax.ShapeDtypeStruct((), jnp.float32))(x)
+        )(1.0),
         "CheckpointError": lambda: unwritable(v),
         "ClusterError": lambda: px.cluster.Explicit(2, 0),
         "DeviceError": lambda: px.OneDevice("cpu:1000"),

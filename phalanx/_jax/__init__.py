@@ -7,6 +7,7 @@ of them breaks a module of this package and no other.
 """
 
 from phalanx._jax.devices import REPLICA_AXIS as REPLICA_AXIS
+from phalanx._jax.devices import SliceDevice as SliceDevice
 from phalanx._jax.devices import backend_started as backend_started
 from phalanx._jax.devices import replica_mesh as replica_mesh
 from phalanx._jax.devices import replicated as replicated
@@ -24,7 +25,10 @@ from phalanx._jax.jaxprs import split_scan as split_scan
 from phalanx._jax.jaxprs import zero_outputs as zero_outputs
 from phalanx._jax.lines import line_of as line_of
 from phalanx._jax.lines import line_of_error as line_of_error
+from phalanx._jax.lines import scope_of as scope_of
+from phalanx._jax.lines import short_path as short_path
 from phalanx._jax.lines import user_line as user_line
+from phalanx._jax.lines import users_line_of as users_line_of
 from phalanx._jax.observed import OperationTrace as OperationTrace
 from phalanx._jax.observed import close_traces as close_traces
 from phalanx._jax.observed import observe_operations as observe_operations
@@ -56,6 +60,14 @@ from phalanx._jax.replicas import on_replicas as on_replicas
 from phalanx._jax.replicas import sum_of_one as sum_of_one
 from phalanx._jax.replicas import type_of as type_of
 from phalanx._jax.replicas import varies as varies
+from phalanx._jax.slices import Lowered as Lowered
+from phalanx._jax.slices import back_to as back_to
+from phalanx._jax.slices import compile_for_slice as compile_for_slice
+from phalanx._jax.slices import compile_here as compile_here
+from phalanx._jax.slices import has_libtpu as has_libtpu
+from phalanx._jax.slices import hide_absent_tpu as hide_absent_tpu
+from phalanx._jax.slices import lower_traced as lower_traced
+from phalanx._jax.slices import types_alone as types_alone
 from phalanx._jax.traces import current_trace as current_trace
 from phalanx._jax.traces import is_eager as is_eager
 from phalanx._jax.traces import is_staging as is_staging

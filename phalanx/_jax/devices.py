@@ -3,27 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 REPLICA_AXIS = "replica"
 """Name of the one mesh axis that Phalanx uses."""
 
 
-def replica_mesh(devices: Sequence[Any]) -> Mesh:
+@dataclass(frozen=True)
+class SliceDevice:
+    """A device of a slice that is not here: a place in a mesh, on which nothing can be put."""
+
+    id: int
+    platform: str
+    device_kind: str
+    slice_name: str
+    process_index: int = -1
+    """No process's, so that nobody takes it for its own."""
+
+
+def replica_mesh(devices: Sequence[Any]) -> Any:
     """A one-axis mesh over the devices, in their order."""
+    if isinstance(devices[0], SliceDevice):
+        return AbstractMesh((len(devices),), (REPLICA_AXIS,), axis_types=(AxisType.Auto,))
     return Mesh(np.array(devices), (REPLICA_AXIS,), axis_types=(AxisType.Auto,))
 
 
-def replicated(mesh: Mesh) -> NamedSharding:
+def replicated(mesh: Any) -> NamedSharding:
     """Every device holds the whole array."""
     return NamedSharding(mesh, PartitionSpec())
 
 
-def split(mesh: Mesh) -> NamedSharding:
+def split(mesh: Any) -> NamedSharding:
     """Axis 0 is split over the replicas."""
     return NamedSharding(mesh, PartitionSpec(REPLICA_AXIS))
 

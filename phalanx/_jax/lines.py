@@ -11,6 +11,7 @@ import traceback
 from typing import Any
 
 import jax
+from jax._src import source_info_util as _source_info_util
 from jax._src import traceback_util as _traceback_util
 from jax.extend import source_info_util as _source_info
 
@@ -34,6 +35,23 @@ def _is_users(filename: str) -> bool:
 def line_of(equation: Any) -> str:
     """'file.py:12' of the user's line that an operation comes from."""
     return re.sub(r"(:\d+):\d+ \(.*\)$", r"\1", _source_info.summarize(equation.source_info))
+
+
+def users_line_of(equation: Any) -> str:
+    """As `line_of`, in a file that is not installed where there is one: of the user, not of the user's libraries."""
+    frames = list(_source_info_util.user_frames(equation.source_info.traceback))
+    own = [f for f in frames if "site-packages" not in f.file_name] or frames
+    return f"{short_path(own[0].file_name)}:{own[0].start_line}" if own else ""
+
+
+def short_path(path: str) -> str:
+    """Of an installed package's file, the part that says which."""
+    return path.rpartition("site-packages/")[2]
+
+
+def scope_of(equation: Any) -> str:
+    """The named scopes that an operation was traced in: of Keras, its layers."""
+    return str(equation.source_info.name_stack)
 
 
 def line_of_error(error: BaseException) -> str:

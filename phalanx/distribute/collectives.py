@@ -50,8 +50,12 @@ def check_op(op: Any, caller: str) -> ReduceOp:
     raise ArgumentError(f"{caller}: op must be 'sum' or 'mean', got {op!r:.60}.")
 
 
-def all_reduce(op: ReduceOp, values: Sequence[Any], num_replicas: int, platform: str) -> list[Any]:
+def all_reduce(
+    op: ReduceOp, values: Sequence[Any], num_replicas: int, platform: str, names: Sequence[str] = ()
+) -> list[Any]:
     """Reduce each array over the replicas; the results are the same on all of them.
+
+    The compiled program says of each collective what it is for, where `names` do.
 
     Outside a replica there is nobody to reduce with, and only the dtypes follow: bools are counted, the mean of
     integers is a float.
@@ -62,17 +66,17 @@ def all_reduce(op: ReduceOp, values: Sequence[Any], num_replicas: int, platform:
     elif num_replicas == 1:
         sums = [_jax.sum_of_one(_jax.lift(a)) for a in arrays]
     else:
-        sums = _sums(arrays, SMALL_BYTES.get(platform, 0))
+        sums = _sums(arrays, SMALL_BYTES.get(platform, 0), names)
     return sums if op == "sum" else [_mean(total, num_replicas) for total in sums]
 
 
-def _sums(arrays: list[Any], small: int) -> list[Any]:
+def _sums(arrays: list[Any], small: int, names: Sequence[str]) -> list[Any]:
     out = list(arrays)
     for bucket in _buckets(arrays, small):
         if len(bucket) == 1:
-            out[bucket[0]] = _psum(arrays[bucket[0]])
+            out[bucket[0]] = _named_psum(arrays[bucket[0]], bucket, names)
             continue
-        flat = _psum(jnp.concatenate([_jax.lift(arrays[i]).ravel() for i in bucket]))
+        flat = _named_psum(jnp.concatenate([_jax.lift(arrays[i]).ravel() for i in bucket]), bucket, names)
         start = 0
         for i in bucket:
             stop = start + arrays[i].size
@@ -122,6 +126,14 @@ def _filled(arrays: Sequence[Any], indices: Iterable[int], small: int) -> list[l
         filled += nbytes
         open_buckets[array.dtype] = (bucket, filled) if filled < BUCKET_BYTES else ([], 0)
     return buckets
+
+
+def _named_psum(array: Any, bucket: Sequence[int], names: Sequence[str]) -> Any:
+    if not names:
+        return _psum(array)
+    others = f" and {len(bucket) - 1} more" if len(bucket) > 1 else ""
+    with jax.named_scope(f"gradient of {names[bucket[0]]}{others}"):
+        return _psum(array)
 
 
 def _psum(array: Any) -> Any:

@@ -69,6 +69,16 @@ class Strategy:
         self.mesh = _jax.replica_mesh(self.devices)
         """JAX's mesh, with the one axis "replica"."""
 
+    @contextmanager
+    def on_other_devices(self, devices: Sequence[Any]) -> Iterator[None]:
+        """In the block the replicas are on these devices; the variables' arrays stay where they are."""
+        before = self.devices
+        self._use_devices(devices)
+        try:
+            yield
+        finally:
+            self._use_devices(before)
+
     @property
     def num_replicas(self) -> int:
         """How many replicas run the program."""
@@ -116,7 +126,7 @@ class Strategy:
     def place(self, stored: Any, *, per_replica: bool) -> Any:
         """`stored` on this strategy's devices."""
         sharding = self.sharding(per_replica=per_replica)
-        if getattr(stored, "sharding", None) == sharding:
+        if getattr(stored, "sharding", None) == sharding or type(stored) is jax.ShapeDtypeStruct:
             return stored
         if sharding.is_fully_addressable:
             return jax.device_put(stored, sharding)
@@ -176,6 +186,12 @@ class Strategy:
             )
         with state.lifted_out(), state.turn(), state.lock:
             if variable.strategy is not None:  # another thread was first
+                return
+            if not variable.has_storage:
+                variable.strategy = self
+                shape = (self.num_replicas, *variable.shape) if variable.per_replica else variable.shape
+                variable._replace(jax.ShapeDtypeStruct(shape, variable.dtype))
+                self.register(variable)
                 return
             stored = None if variable._stored is None else state.borrow(variable)
             variable.strategy = self

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import sys
 
 if "keras" not in sys.modules:
@@ -115,6 +116,17 @@ def averages(optimizer: Any) -> Callable[[], Any]:
     if not optimizer.use_ema:
         raise ArgumentError("fit: validate_with='ema' needs an optimizer that keeps averages, with use_ema=True.")
     return lambda: zip(optimizer._trainable_variables, optimizer._model_variables_moving_average)
+
+
+@functools.cache
+def _optimizer_names() -> frozenset[str]:
+    classes = [c for c in vars(keras.optimizers).values() if isinstance(c, type)]
+    return frozenset(keras.src.utils.naming.to_snake_case(c.__name__) for c in classes)
+
+
+def is_of_an_optimizer(variable: Any) -> bool:
+    """Whether a variable's path begins as those of an optimizer's own do."""
+    return re.sub(r"_\d+$", "", variable.path.partition("/")[0]) in _optimizer_names()
 
 
 def callbacks(given: Any) -> list[Any]:

@@ -25,9 +25,9 @@ from phalanx.keras._keras import keras
 from phalanx.keras.law import law, replicas_with_rows_of_their_own
 
 
-def _reduce(op: ReduceOp, values: list[Any]) -> list[Any]:
+def _reduce(op: ReduceOp, values: list[Any], names: Sequence[str] = ()) -> list[Any]:
     strategy = state.context().strategy
-    return all_reduce(op, values, strategy.num_replicas, strategy.platform)
+    return all_reduce(op, values, strategy.num_replicas, strategy.platform, names)
 
 
 # ---- optimizers ----------------------------------------------------------------------------------
@@ -43,7 +43,8 @@ def _apply(original: Callable[..., Any]) -> Callable[..., Any]:
             if total is None:
                 return None
             grads = total
-        return original(optimizer, _reduced(grads), trainable_variables)
+        known = getattr(optimizer, "_trainable_variables", ()) if trainable_variables is None else trainable_variables
+        return original(optimizer, _reduced(grads, [v.path for v in known]), trainable_variables)
 
     return apply
 
@@ -75,12 +76,13 @@ def _differs(gradient: Any) -> bool:
     return gradient is not None and _jax.varies(gradient)
 
 
-def _reduced(grads: list[Any]) -> list[Any]:
+def _reduced(grads: list[Any], names: Sequence[str]) -> list[Any]:
     """The gradients over all replicas; what is the same on all of them has been reduced already."""
     if not _jax.in_replica_trace():
         return [g.strategy.reduce(law().op, g) if is_per_replica(g) else g for g in grads]
     differing = [i for i, g in enumerate(grads) if _differs(g)]
-    for i, total in zip(differing, _reduce(law().op, [grads[i] for i in differing])):
+    named = [names[i] for i in differing] if len(names) == len(grads) else ()
+    for i, total in zip(differing, _reduce(law().op, [grads[i] for i in differing], named)):
         grads[i] = total
     return grads
 

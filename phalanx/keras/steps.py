@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import logging
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -45,6 +43,9 @@ class Steps:
     def _compiled(self, model: Any, kind: str, step: Callable[[Batch], Any]) -> Callable[[Batch], Any]:
         if model.run_eagerly:
             return step
+        return self._function(model, kind, step)
+
+    def _function(self, model: Any, kind: str, step: Callable[[Batch], Any]) -> Function[..., Any]:
         if _keras.settings(model) is not self._settings:  # through whichever view of the model it was compiled
             self._functions.clear()
             self._settings = _keras.settings(model)
@@ -71,16 +72,19 @@ class Steps:
 
     def counting(self, model: Any, kind: str) -> Callable[[Parts], Logs]:
         """``model.train_step`` or ``model.test_step`` for a batch; its logs are over all rows since the last reset."""
-        run = functools.partial(_timed, kind, self._counting(model, kind))
+        run = self._compiled(model, kind, self._counted(model, kind))
         return lambda parts: [run(part) for part in parts][-1]
 
     def trace(self, model: Any, kind: str, batch: Batch) -> None:
         """Trace a step without running it: the variables that it creates are there then."""
-        step = self._counting(model, kind)
-        if isinstance(step, Function):
-            step.get_concrete_function(batch)
+        if not model.run_eagerly:
+            self._function(model, kind, self._counted(model, kind)).get_concrete_function(batch)
 
-    def _counting(self, model: Any, kind: str) -> Callable[[Batch], Logs]:
+    def training(self, model: Any) -> Function[..., Any]:
+        """The traced function of a batch that `fit` calls."""
+        return self._function(model, "train_step", self._counted(model, "train_step"))
+
+    def _counted(self, model: Any, kind: str) -> Callable[[Batch], Logs]:
         step = getattr(model, kind)
 
         def on_replicas(batch: Batch) -> Logs:
@@ -99,7 +103,8 @@ class Steps:
             results = _results([m for m in model.metrics if loss_is_metric or m is not model._loss_tracker])
             return {name: results[name] if name in results else self._merged(v) for name, v in logs.items()}
 
-        return self._compiled(model, kind, on_replicas)
+        on_replicas.__name__ = on_replicas.__qualname__ = kind
+        return on_replicas
 
     def _law(self, batch: Batch, data: Any) -> Law:
         def accumulate(optimizer: Any, grads: list[Any], variables: Any) -> list[Any] | None:
@@ -127,7 +132,7 @@ class Steps:
         def on_replicas(batch: Batch) -> Any:
             return self.strategy.run(model.predict_step, args=(batch.data,))
 
-        run = functools.partial(_timed, "predict_step", self._compiled(model, "predict_step", on_replicas))
+        run = self._compiled(model, "predict_step", on_replicas)
         return lambda parts: concatenated([self._to_host(run(part), part) for part in parts])
 
     def _to_host(self, outputs: Any, part: Batch) -> Any:
@@ -148,18 +153,6 @@ class Steps:
             return np.concatenate(arrays)
 
         return jax.tree_util.tree_map_with_path(rows, outputs, is_leaf=is_per_replica)
-
-
-def _timed(kind: str, run: Callable[[Batch], Any], batch: Batch) -> Any:
-    """Run, and say how long it took where it had to be compiled first."""
-    if not isinstance(run, Function):
-        return run(batch)
-    traces, start = run.trace_count, time.perf_counter()
-    result = run(batch)
-    if run.trace_count > traces:
-        shapes = ", ".join(str(leaf.shape) for leaf in jax.tree.leaves(batch))
-        logger.info("%s compiled in %.1f s for arrays of shape %s", kind, time.perf_counter() - start, shapes)
-    return result
 
 
 def _repeated(step: Callable[[Any], Logs | None], data: Any, steps: int | None) -> Logs:

@@ -6,11 +6,13 @@ import contextlib
 import inspect
 import os
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import jax
 
 from phalanx._checks import check_choice
+from phalanx.abstract import abstract
 from phalanx.checkpoint.manager import CheckpointManager
 from phalanx.cluster.preemption import Preempted, preemption
 from phalanx.data.dataset import DistributedDataset
@@ -20,11 +22,18 @@ from phalanx.keras import _keras
 from phalanx.keras._keras import keras
 from phalanx.keras.callbacks import Callbacks
 from phalanx.keras.checkpointed import is_built
+from phalanx.keras.examples import example_batch
 from phalanx.keras.feed import Batch, DatasetFeed, Feed, Parts, distribute
 from phalanx.keras.law import metrics_read_merged
 from phalanx.keras.once import for_this_process, write_once, writer_of
 from phalanx.keras.resume import Resume
 from phalanx.keras.steps import Logs, Steps
+from phalanx.keras.variables import counterpart
+from phalanx.preflight.api import own_target, report_on, settings
+from phalanx.preflight.compiler import Effort
+from phalanx.preflight.program import VariableStep
+from phalanx.preflight.report import Report
+from phalanx.preflight.targets import find
 from phalanx.self_check import self_check
 from phalanx.tape import GradientTape
 
@@ -223,6 +232,45 @@ class Loops:
 
         batches = [part for parts in feed.get_jax_iterator() for part in parts if part.is_split]
         return self_check(step, batches)
+
+    def preflight(
+        self: Any,
+        x: Any = None,
+        y: Any = None,
+        sample_weight: Any = None,
+        *,
+        topology: str | None = None,
+        batch_size: int | None = None,
+        num_slices: int = 1,
+        timeout: float = 900.0,
+        effort: Effort = "full",
+    ) -> Report:
+        """Compile the training step of `fit` for devices that need not be here; see `phalanx.preflight`.
+
+        The model is built, if it was not, and otherwise stays as it is. It must have been compiled (``compile``).
+
+        Args:
+            x: inputs for their shapes: arrays or ``jax.ShapeDtypeStruct``. Default: what the model says it takes.
+            y: targets, likewise. Default: as the outputs are, or class numbers where the loss is sparse.
+            sample_weight: weights of rows, likewise.
+            topology: as in `phalanx.preflight`. Default: the strategy's own devices.
+            batch_size: rows of all replicas in a batch. Default: those of `x`, or one for each device.
+            num_slices: as in `phalanx.preflight`.
+            timeout: as in `phalanx.preflight`.
+            effort: as in `phalanx.preflight`.
+
+        Raises:
+            ArgumentError: when the model does not say what it takes, and for an unknown topology.
+            UnevenBatchError: when the batch does not divide by the replicas.
+            CompilationError: when the compiler is not installed.
+        """
+        target = find(topology, num_slices) if topology is not None else own_target(self.strategy)
+        data = _as_on_devices(example_batch(self, x, y, sample_weight, batch_size or target.num_devices))
+        has_storage = all(counterpart(v).has_storage for v in self.variables)
+        with nullcontext() if has_storage else abstract(), self.strategy.scope():
+            self._symbolic_build(data_batch=data)
+        step = VariableStep(self._steps.training(self), (Batch(data),), {}, self.strategy)
+        return report_on(step, target, batch_size, settings(timeout, effort))
 
     def _callbacks(self, given: dict[str, Any], steps: int | None, **options: Any) -> Callbacks:
         verbose, callbacks = given["verbose"], given["callbacks"]

@@ -51,6 +51,11 @@ class KerasVariable(Variable):
     def trainable(self, value: bool) -> None:
         pass
 
+    @property
+    def is_slot(self) -> bool:  # type: ignore[override]
+        """Whether one of Keras's optimizers made it."""
+        return not self.trainable and _keras.is_of_an_optimizer(self._keras_variable)
+
 
 class Seed(KerasVariable):
     """The state of a seed generator: each replica draws numbers of its own, the first one those of a single device."""

@@ -1,0 +1,1 @@
+"""Compiling a step for devices that one does not have, and saying what would happen there."""

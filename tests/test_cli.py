@@ -1,0 +1,133 @@
+"""The command `phalanx`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from slices import needs_libtpu
+
+from phalanx.cli import main
+
+EXAMPLE = """
+import jax, jax.numpy as jnp, phalanx as px
+strategy = px.Mirrored()
+w = px.Variable(jnp.zeros((128, 256)), name="w")
+
+@px.function
+def step(x):
+    return strategy.reduce("mean", strategy.run(lambda x: (x @ w).sum(), (x,)))
+
+def preflight_known(global_batch=64):
+    return step, jax.ShapeDtypeStruct((global_batch, 128), jnp.float32)
+
+class Trainer:
+    train = px.function(lambda self, x: x * 2)
+
+trainer = Trainer()
+huge = jax.jit(lambda x: jnp.ones((2**19, 2**16)) + x)
+
+if __name__ == "__main__":
+    raise SystemExit("must not run")
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(EXAMPLE)
+    return str(path)
+
+
+def test_all_slices_are_listed(capsys):
+    assert main(["preflight", "--topology", "list"]) == 0
+    out = capsys.readouterr().out
+    (line,) = (line for line in out.splitlines() if line.startswith("v5e:4x4"))
+    assert line.split() == ["v5e:4x4", "16", "16", "16", "GiB", "256", "GiB", "4"]
+    assert all(f"\n{name}:" in out for name in ("v2", "v3", "v4", "v5e", "v5p", "v6e", "tpu7x"))
+
+
+def test_a_step_that_fits_is_0_and_its_report_is_written(file, tmp_path, capsys):
+    page, data = tmp_path / "r.html", tmp_path / "r.json"
+    call = ["preflight", f"{file}:known", "--topology", "cpu:2", "--global-batch", "32"]
+    assert main([*call, "--html", str(page), "--json", str(data)]) == 0
+    assert "step on cpu:2: 2 devices, 32 rows" in capsys.readouterr().out
+    assert json.loads(data.read_text())["bytes"]["params"] == 4 * 128 * 256 and "<html" in page.read_text()
+
+
+def test_arguments_and_methods_can_be_named(file, capsys):
+    assert main(["preflight", f"{file}:step", "--arg", "float32[64,128]", "--topology", "cpu:2", "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["bytes"]["inputs"] == 4 * 32 * 128
+    assert main(["preflight", f"{file}:trainer.train", "--arg", "bfloat16[8]", "--topology", "cpu:1"]) == 0
+
+
+@needs_libtpu
+def test_slices_are_compared_in_one_table_and_1_says_that_some_do_not_fit(file, capsys):
+    assert main(["preflight", f"{file}:known", "--compare", "v5e:2x2,v6e:2x2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:3] for line in lines[1:3]] == [["v5e:2x2", "4", "fits"], ["v6e:2x2", "4", "fits"]]
+    assert main(["preflight", f"{file}:huge", "--arg", "float32[]", "--topology", "v5e:1x1", "--quick"]) == 1
+    assert "does not fit" in capsys.readouterr().out
+
+
+def test_wrong_calls_are_2_and_say_what_is_wrong(file, tmp_path, capsys):
+    for call, text in [
+        (["preflight"], "needs a step"),
+        (["preflight", f"{file}:step"], "--topology or --compare"),
+        (["preflight", f"{file}:step", "--topology", "v9"], "not known"),
+        (["preflight", f"{file}:step", "--topology", "cpu:1"], "needs example arguments"),
+        (["preflight", f"{file}:step", "--topology", "cpu:1", "--arg", "float32"], "not a dtype with a shape"),
+        (["preflight", f"{file}:step", "--topology", "cpu:1", "--arg", "float31[3]"], "'float31' is not a dtype"),
+        (["preflight", f"{file}:nothing", "--topology", "cpu:1"], "has no 'nothing'"),
+        (["preflight", f"{file}:trainer.no", "--topology", "cpu:1"], "has no 'no'"),
+        (["preflight", "no_file.py:step", "--topology", "cpu:1"], "no file 'no_file.py'"),
+        (["preflight", "step", "--topology", "cpu:1"], "not FILE:NAME"),
+    ]:
+        assert main(call) == 2, call
+        assert text in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        main(["no-such-command"])
+    assert ended.value.code == 2
+
+
+def test_info_says_what_there_is_and_how_to_get_what_is_missing(capsys, monkeypatch):
+    from phalanx.cli import info
+
+    assert main(["info"]) == 0
+    out = capsys.readouterr().out
+    assert "devices    8" in out and "processes  1" in out and "jax " in out
+    version = info._version
+    monkeypatch.setattr(info, "_version", lambda package: None if package == "libtpu" else version(package))
+    assert main(["info"]) == 0
+    assert "pip install 'phalanx[preflight]'" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_nothing_but_our_own_words_reaches_the_terminal(file):
+    """Also where JAX is free to look for a TPU that is not there."""
+    environment = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
+    environment["PYTHONPATH"] = str(Path(__file__).parents[1])
+    for call in (["info"], ["preflight", f"{file}:known", "--topology", "cpu:2"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "phalanx.cli", *call], env=environment, capture_output=True, text=True, timeout=200
+        )
+        assert done.returncode == 0 and done.stderr == "", done.stderr
+        assert not any(word in done.stdout for word in ("WARNING", "E0000", "libtpu.so", "TPU_"))
+
+
+def test_a_step_is_profiled(file, tmp_path, capsys):
+    with open(file, "a") as more:
+        more.write("\nbatches = strategy.distribute_dataset(jnp.ones((64, 128)), batch_size=32)\n")
+    page, data = tmp_path / "p.html", tmp_path / "p.json"
+    call = ["profile", f"{file}:step", "--batches", "batches", "--steps", "2", "--html", str(page), "--json", str(data)]
+    assert main(call) == 0
+    assert "ms per step over 2 steps" in capsys.readouterr().out
+    assert json.loads(data.read_text())["steps"] == 2 and "<html" in page.read_text()
+    assert main(["profile", f"{file}:step"]) == 2
+    assert "profile needs --batches" in capsys.readouterr().err
+    assert main(["profile", f"{file}:step", "--batches", "rows"]) == 2
+    assert "has no 'rows'" in capsys.readouterr().err
