@@ -8,18 +8,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 
 from phalanx.errors import CompilationError
 
 logger = logging.getLogger("phalanx")
 
-_SHOWN = 8
-"""Shapes that are named."""
 
-
-def compile_first(name: str, jitted: Any, inputs: Sequence[Any], args: Sequence[Any]) -> None:
-    """Compile for these inputs, of which `args` are the call's own; the call that follows finds the program ready.
+def compile_first(name: str, jitted: Any, inputs: Sequence[Any], arguments: Sequence[Any]) -> None:
+    """Compile for these inputs, among them some arguments; the call that follows finds the program ready.
 
     Raises:
         CompilationError: with the compiler's message.
@@ -30,9 +27,8 @@ def compile_first(name: str, jitted: Any, inputs: Sequence[Any], args: Sequence[
         jitted.lower(*inputs).compile()
     except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
         raise failed(name, str(error)) from error
-    shapes = ", ".join(str(np.shape(x)) for x in args[:_SHOWN]) + (", ..." if len(args) > _SHOWN else "")
-    of = f" for arrays of shape {shapes}" if args else ""
-    logger.info("%s compiled in %.1f s%s", name, time.perf_counter() - start, of)
+    shapes = ", ".join(str(jnp.shape(x)) for x in arguments) or "none"
+    logger.info("%s: compiled in %.2f s; arguments of shape %s", name, time.perf_counter() - start, shapes)
 
 
 def failed(name: str, message: str) -> CompilationError:

@@ -123,7 +123,8 @@ class Launch:
         with state.lock:
             inputs = self._inputs(args, list(map(_stored, donated)), kept)
         jitted = self._compiled.run_keeping if run == self._run_keeping else self._compiled.run
-        compile_first(self._traced.program.name, jitted, inputs, args)
+        arguments = list(map(args.__getitem__, self._compiled.args))
+        compile_first(self._traced.program.name, jitted, inputs, arguments)
         self._compiled.is_compiled = True
 
     def _run_keeping(self, args: Sequence[Any], outs: list[Any], *variables: list[Variable]) -> None:

@@ -7,6 +7,7 @@ MODULE = {
     "ConcreteFunction": "f.get_concrete_function(...)",
     "InputContext": "what strategy.distribute_datasets_from_function hands to its function",
     "MirroredStrategy": "px.Mirrored()",
+    "MultiWorkerMirroredStrategy": "px.connect(), then px.Mirrored()",
     "OneDeviceStrategy": 'px.OneDevice("gpu:0")',
     "ReduceOp": 'a string: "sum" or "mean"',
     "TPUStrategy": "px.TPU()",
@@ -21,7 +22,7 @@ MODULE = {
 """Names of ``tf``, ``tf.distribute`` and ``tf.autodiff``."""
 
 STRATEGY = {
-    "cluster_resolver": "jax.process_index() and jax.process_count()",
+    "cluster_resolver": "what px.connect() returns, and px.cluster.describe()",
     "experimental_assign_to_logical_device": "nothing: a replica is one device",
     "experimental_distribute_dataset": "strategy.distribute_dataset(source, batch_size=...)",
     "experimental_distribute_datasets_from_function": "strategy.distribute_datasets_from_function(fn)",

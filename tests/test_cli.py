@@ -117,3 +117,17 @@ def test_nothing_but_our_own_words_reaches_the_terminal(file):
         )
         assert done.returncode == 0 and done.stderr == "", done.stderr
         assert not any(word in done.stdout for word in ("WARNING", "E0000", "libtpu.so", "TPU_"))
+
+
+def test_a_step_is_profiled(file, tmp_path, capsys):
+    with open(file, "a") as more:
+        more.write("\nbatches = strategy.distribute_dataset(jnp.ones((64, 128)), batch_size=32)\n")
+    page, data = tmp_path / "p.html", tmp_path / "p.json"
+    call = ["profile", f"{file}:step", "--batches", "batches", "--steps", "2", "--html", str(page), "--json", str(data)]
+    assert main(call) == 0
+    assert "ms per step over 2 steps" in capsys.readouterr().out
+    assert json.loads(data.read_text())["steps"] == 2 and "<html" in page.read_text()
+    assert main(["profile", f"{file}:step"]) == 2
+    assert "profile needs --batches" in capsys.readouterr().err
+    assert main(["profile", f"{file}:step", "--batches", "rows"]) == 2
+    assert "has no 'rows'" in capsys.readouterr().err

@@ -53,8 +53,7 @@ def test_the_log_says_what_is_compiled_and_how_long_it_took(caplog):
     with caplog.at_level(logging.INFO, "phalanx"):
         doubled(jnp.ones(3)), doubled(jnp.ones(3))
     said = [r.getMessage() for r in caplog.records if r.getMessage().startswith("doubled")]
-    assert said[0] == "doubled: compiling" and len(said) == 2
-    assert said[1].startswith("doubled compiled in ") and said[1].endswith(" s for arrays of shape (3,)")
+    assert said[0] == "doubled: compiling" and said[1].startswith("doubled: compiled in ") and len(said) == 2
 
 
 def test_it_is_compiled_once():

@@ -222,6 +222,9 @@ TABLE: dict[str, Example] = {
     "get_strategy": Example(lambda b: px.get_strategy().num_replicas, lambda n, place: n if place in ("replica", "merge") else 1),
     "in_cross_replica_context": Example(lambda b: px.in_cross_replica_context(), lambda n, place: place == "merge"),
     "preflight": Example(preflight, always(2 * 3 * 4), ("eager",)),
+    "profile": Example(
+        lambda b: px.profile(px.function(lambda x: x * b.kept["w"]), [jnp.ones(())], steps=1).steps, always(1), ("eager",)
+    ),
     "progress": Example(lambda b: sum(px.progress([1, 2])), always(3)),
     "resumable": Example(resumable, always(3), ("eager",)),
     "run_functions_eagerly": Example(settings, always(None)),

@@ -99,7 +99,7 @@ def test_each_compilation_is_logged_with_its_shapes_and_time(caplog):
     with caplog.at_level("INFO", logger="phalanx"):
         view.fit(X, Y, batch_size=8, epochs=2, verbose=0)
         view.evaluate(X, Y, batch_size=12, verbose=0)
-    said = [record.getMessage() for record in caplog.records if "compiled in" in record.getMessage()]
-    assert [line.split(" compiled in ")[0] for line in said] == ["train_step", "train_step", "test_step"]
-    assert "for arrays of shape (4, 2, 3), (4, 2)" in said[0] and "(4, 1, 3)" in said[1]
+    said = [record.getMessage() for record in caplog.records if "_step: compiled in" in record.getMessage()]
+    assert [line.split(": compiled in ")[0] for line in said] == ["train_step", "train_step", "test_step"]
+    assert "arguments of shape (4, 2, 3), (4, 2)" in said[0] and "(4, 1, 3)" in said[1]
     view.sync_to_host()

@@ -98,28 +98,32 @@ def resumable(
 def _steps(
     manager: CheckpointManager, data: Any, checkpoint: Checkpoint, epochs: int, every: int | None
 ) -> Iterator[Step]:
-    preemption.listen()
     kept = Checkpoint(objects=checkpoint, data=data, step=0, epoch=0, random=GlobalRandom())
     manager.restore_latest(kept)
     try:
-        while kept.epoch < epochs:
-            items = iter(data)
-            while item := preemption.next_of(items):
-                yield Step(kept.step, kept.epoch, item.pop())
-                kept.step += 1
-                stop = preemption.reached()
-                if stop or (every is not None and kept.step % every == 0):
-                    manager.save(kept, step=kept.step)
-                if stop:
-                    _leave(manager, kept)
-            kept.epoch += 1
-            manager.save(kept, step=kept.step)
+        with preemption.listening():
+            yield from _until_asked(manager, data, kept, epochs, every)
         manager.wait()
     except Preempted:
         manager.save(kept, step=kept.step)
         _leave(manager, kept)
     finally:
         manager.settle()
+
+
+def _until_asked(manager: CheckpointManager, data: Any, kept: Any, epochs: int, every: int | None) -> Iterator[Step]:
+    while kept.epoch < epochs:
+        items = iter(data)
+        while item := preemption.next_of(items):
+            yield Step(kept.step, kept.epoch, item.pop())
+            kept.step += 1
+            stop = preemption.reached()
+            if stop or (every is not None and kept.step % every == 0):
+                manager.save(kept, step=kept.step)
+            if stop:
+                _leave(manager, kept)
+        kept.epoch += 1
+        manager.save(kept, step=kept.step)
 
 
 def _leave(manager: CheckpointManager, kept: Any) -> NoReturn:

@@ -7,7 +7,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-COMMANDS = ("info", "launch", "preflight", "run")
+COMMANDS = ("info", "launch", "preflight", "profile", "run")
 """Modules of this package, each with ``HELP``, ``add_arguments(parser)`` and ``run(options) -> exit code``."""
 
 USAGE_ERROR = 2

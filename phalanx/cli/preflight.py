@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import runpy
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.cli import usage_error
+from phalanx.cli.steps import NoSuchStepError, names_in, part_of, split_name
 
 if TYPE_CHECKING:
     from phalanx.preflight.report import Report
@@ -70,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
         args = [*args, *map(_argument, options.arg)]
         names = options.compare.split(",") if options.compare else [options.topology]
         reports = [_report(step, args, name, options) for name in names]
-    except (PhalanxError, _UsageError) as error:
+    except (PhalanxError, NoSuchStepError) as error:
         return usage_error(error)
     if options.compare:
         print_comparison(reports)
@@ -79,40 +78,18 @@ def run(options: argparse.Namespace) -> int:
     return 0 if all(r.fits for r in reports) else 1
 
 
-class _UsageError(Exception):
-    """The call is wrong."""
-
-
 # ---- finding the step ----------------------------------------------------------------------------
 
 
 def found_step(where: str, global_batch: int | None) -> tuple[Any, list[Any]]:
     """The step that FILE:NAME names, and example arguments if it comes with some."""
-    path, _, name = where.rpartition(":")
-    if not path or not name:
-        raise _UsageError(f"{where!r} is not FILE:NAME.")
-    file = Path(path)
-    if not file.is_file():
-        raise _UsageError(f"there is no file {path!r}.")
-    sys.path.insert(0, str(file.resolve().parent))
-    try:
-        found: Any = runpy.run_path(str(file), run_name="__preflight__")
-    except SystemExit as error:
-        raise _UsageError(f"{path} ended while it was run (exit code {error.code}), before it had {name!r}.") from error
+    path, name = split_name(where)
+    found = names_in(path, name, run_name="__preflight__")
     if f"preflight_{name}" in found:
         make = found[f"preflight_{name}"]
         made = make(global_batch) if global_batch is not None else make()
         return (made[0], list(made[1:])) if isinstance(made, tuple) else (made, [])
-    first, *rest = name.split(".")
-    if first not in found:
-        known = ", ".join(sorted(k for k, v in found.items() if callable(v) and not k.startswith("_")))
-        raise _UsageError(f"{path} has no {first!r} and no 'preflight_{first}'. It has: {known}.")
-    step = found[first]
-    for part in rest:
-        if not hasattr(step, part):
-            raise _UsageError(f"{first} in {path} has no {part!r}.")
-        step = getattr(step, part)
-    return step, []
+    return part_of(found, name, path), []
 
 
 def _argument(text: str) -> Any:
@@ -121,11 +98,11 @@ def _argument(text: str) -> Any:
 
     match = re.fullmatch(r"\s*([a-z]+[0-9a-z_]*)\[([\d,\s]*)\]\s*", text)
     if match is None:
-        raise _UsageError(f"--arg {text!r} is not a dtype with a shape, such as float32[1024,28,28,1].")
+        raise NoSuchStepError(f"--arg {text!r} is not a dtype with a shape, such as float32[1024,28,28,1].")
     try:
         dtype = jnp.dtype(match[1])
     except TypeError:
-        raise _UsageError(f"--arg {text!r}: {match[1]!r} is not a dtype.") from None
+        raise NoSuchStepError(f"--arg {text!r}: {match[1]!r} is not a dtype.") from None
     return jax.ShapeDtypeStruct(tuple(int(d) for d in match[2].split(",") if d.strip()), dtype)
 
 

@@ -48,4 +48,4 @@ def run(args: argparse.Namespace) -> int:
         return usage_error(error)
     environment = {**os.environ, "JAX_NUM_CPU_DEVICES": str(args.devices), "JAX_PLATFORMS": "cpu"}
     sys.stdout.flush()
-    os.execve(command[0], command, environment)
+    return os.execve(command[0], command, environment)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import islice
 from types import FrameType
 from typing import Any, TypeVar
@@ -45,7 +46,7 @@ class Preemption:
         Only the main thread can; elsewhere nothing is changed.
         """
         if self._before is None and threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGTERM, self._note)
+            self._before = signal.signal(signal.SIGTERM, self._note) or signal.SIG_DFL
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._noticed = True
@@ -55,11 +56,25 @@ class Preemption:
         elif self._waits:
             raise Preempted
 
-    def ignore(self) -> None:
-        """Give SIGTERM back to whoever had it, and forget a request."""
-        if self._before is not None and threading.current_thread() is threading.main_thread():
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """`listen` for the length of the block; a signal that came too late for it then does what it always did."""
+        mine = self._before is None
+        self.listen()
+        try:
+            yield
+        except BaseException:
+            self._listen_no_more(mine)
+            raise
+        self._listen_no_more(mine)
+        if mine and self._noticed:
+            self._noticed = False
+            signal.raise_signal(signal.SIGTERM)
+
+    def _listen_no_more(self, mine: bool) -> None:
+        if mine and self._before is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._before)
-        self._before, self._noticed, self._told, self._stop_at = None, False, False, None
+            self._before = None
 
     def next_of(self, items: Iterator[T]) -> list[T]:
         """The next item, alone in a list, or an empty one; a request to stop ends the wait for it.
@@ -77,7 +92,6 @@ class Preemption:
 
     def reached(self) -> bool:
         """Whether to stop here; all processes must ask equally often, after the same steps."""
-        self.listen()
         if self._lifeline is None:
             return self._noticed
         with self._changed:
@@ -155,4 +169,5 @@ def stop_requested() -> bool:
         >>> px.cluster.stop_requested()
         False
     """
+    preemption.listen()
     return preemption.reached()

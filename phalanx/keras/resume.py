@@ -57,7 +57,6 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
     # ---- what Keras's loop calls ----
 
     def on_train_begin(self, logs: Any = None) -> None:
-        preemption.listen()
         self._build()
         metrics = [v for metric in self.model.metrics for v in metric.variables]
         self._kept = Checkpoint(

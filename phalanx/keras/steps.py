@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +20,8 @@ from phalanx.keras.accumulation import Accumulator
 from phalanx.keras.feed import Batch, Parts
 from phalanx.keras.law import Law, following
 from phalanx.keras.variables import assignments
+
+logger = logging.getLogger("phalanx")
 
 Logs = dict[str, Any]
 
@@ -69,21 +72,17 @@ class Steps:
 
     def counting(self, model: Any, kind: str) -> Callable[[Parts], Logs]:
         """``model.train_step`` or ``model.test_step`` for a batch; its logs are over all rows since the last reset."""
-        run = self._counting(model, kind)
+        run = self._compiled(model, kind, self._counted(model, kind))
         return lambda parts: [run(part) for part in parts][-1]
 
     def trace(self, model: Any, kind: str, batch: Batch) -> None:
         """Trace a step without running it: the variables that it creates are there then."""
-        step = self._counting(model, kind)
-        if isinstance(step, Function):
-            step.get_concrete_function(batch)
+        if not model.run_eagerly:
+            self._function(model, kind, self._counted(model, kind)).get_concrete_function(batch)
 
     def training(self, model: Any) -> Function[..., Any]:
         """The traced function of a batch that `fit` calls."""
         return self._function(model, "train_step", self._counted(model, "train_step"))
-
-    def _counting(self, model: Any, kind: str) -> Callable[[Batch], Logs]:
-        return self._compiled(model, kind, self._counted(model, kind))
 
     def _counted(self, model: Any, kind: str) -> Callable[[Batch], Logs]:
         step = getattr(model, kind)
@@ -133,7 +132,6 @@ class Steps:
         def on_replicas(batch: Batch) -> Any:
             return self.strategy.run(model.predict_step, args=(batch.data,))
 
-        on_replicas.__name__ = on_replicas.__qualname__ = "predict_step"
         run = self._compiled(model, "predict_step", on_replicas)
         return lambda parts: concatenated([self._to_host(run(part), part) for part in parts])
 

@@ -14,7 +14,7 @@ import jax
 from phalanx._checks import check_choice
 from phalanx.abstract import abstract
 from phalanx.checkpoint.manager import CheckpointManager
-from phalanx.cluster.preemption import Preempted
+from phalanx.cluster.preemption import Preempted, preemption
 from phalanx.data.dataset import DistributedDataset
 from phalanx.distribute.strategy import Strategy
 from phalanx.errors import ArgumentError, StrategyError
@@ -141,7 +141,7 @@ class Loops:
         self._steps.averages = _keras.averages(self.optimizer) if validate_with == "ema" else None
         self._steps.resuming = resuming is not None
         try:
-            with self._on_the_strategy():
+            with preemption.listening() if resuming else contextlib.nullcontext(), self._on_the_strategy():
                 return super().fit(**given)  # type: ignore[misc]
         except Preempted:
             assert resuming is not None
@@ -337,9 +337,16 @@ class Loops:
         """Keras's loops ask for it."""
         self.predict_function = self._stepper(self._steps.predicting(self))
 
+    def _next_of(self, iterator: Iterator[Any]) -> Any:
+        if not self._steps.resuming:
+            return next(iterator)
+        for parts in preemption.next_of(iterator):
+            return parts
+        raise StopIteration
+
     def _stepper(self, step: Callable[[Parts], Any]) -> Callable[[Any, Iterator[Any]], tuple[Any, Any]]:
         def steps(state: Any, iterator: Iterator[Any]) -> tuple[Any, Any]:
-            parts = next(iterator)
+            parts = self._next_of(iterator)
             if isinstance(parts, tuple) and not parts:  # done before the program stopped
                 return {}, state
             return step(self._on_replicas(parts)), state
