@@ -124,6 +124,8 @@ class Launch:
             inputs = self._inputs(args, list(map(_stored, donated)), kept)
         jitted = self._compiled.run_keeping if run == self._run_keeping else self._compiled.run
         arguments = list(map(args.__getitem__, self._compiled.args))
+        if any(map(_jax.is_tracer, arguments)):  # values that were kept from another trace; the call refuses them
+            return
         compile_first(self._traced.program.name, jitted, inputs, arguments)
         self._compiled.is_compiled = True
 
