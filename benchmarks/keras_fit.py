@@ -17,6 +17,7 @@ import phalanx as px
 import phalanx.keras  # before Keras, so that it runs on JAX
 from benchmarks import peers
 from benchmarks.harness import Candidate, Case, Contender
+from benchmarks.problems import mlp_parameters
 
 import keras  # isort: skip
 
@@ -37,9 +38,10 @@ def _contenders(replicas: int, layers: int, width: int, batch: int, steps: int) 
     y = rng.normal(size=(steps * batch, 1)).astype(np.float32)
 
     def model() -> Any:
-        keras.utils.set_random_seed(0)
         hidden = [keras.layers.Dense(width, "relu") for _ in range(layers)]
-        return keras.Sequential([keras.layers.Input((width,)), *hidden, keras.layers.Dense(1)])
+        made = keras.Sequential([keras.layers.Input((width,)), *hidden, keras.layers.Dense(1)])
+        made.set_weights(mlp_parameters([width] * (layers + 1) + [1]))  # libraries draw different numbers
+        return made
 
     def fit(
         make: Callable[[], Any], around: Callable[[], AbstractContextManager[Any]] = nullcontext

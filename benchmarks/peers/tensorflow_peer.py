@@ -134,10 +134,10 @@ def keras_fit(replicas: int, layers: int, width: int, batch: int, steps: int) ->
     rng = np.random.default_rng(0)
     x = rng.normal(size=(steps * batch, width)).astype(np.float32)
     y = rng.normal(size=(steps * batch, 1)).astype(np.float32)
-    keras.utils.set_random_seed(0)
     with strategy.scope():
         hidden = [keras.layers.Dense(width, "relu") for _ in range(layers)]
         model = keras.Sequential([keras.layers.Input((width,)), *hidden, keras.layers.Dense(1)])
+        model.set_weights(mlp_parameters([width] * (layers + 1) + [1]))
         model.compile(keras.optimizers.Adam(1e-3), "mse")
 
     def epoch() -> Any:
