@@ -6,6 +6,7 @@ A figure is the time of a whole epoch; the case says of how many steps.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -60,6 +61,9 @@ def _contenders(replicas: int, layers: int, width: int, batch: int, steps: int) 
     epochs = {"Phalanx": fit(lambda: px.keras.replicate(model(), px.Mirrored(devices)))}
     if replicas == 1:
         epochs["Keras"] = fit(model)
+    elif replicas > 2 and devices[0].platform == "cpu":
+        # It does not wait between steps, whose collectives then block each other until jaxlib aborts the process.
+        print("Keras, DataParallel: left out on this many CPU devices, where it hangs", file=sys.stderr)
     else:
         names = [f"cpu:{d.id}" if d.platform == "cpu" else f"{d.platform}:{d.id}" for d in devices]
         epochs["Keras, DataParallel"] = fit(model, keras.distribution.DataParallel(devices=names).scope)
