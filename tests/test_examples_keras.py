@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-OTHERS = {"common", "digits", "readme"}
+OTHERS = {"common", "digits", "preflight_reports", "readme", "resume"}  # run by tests of their own
 NUMBER = r"(\d+(?:\.\d+)?)"
 
 pytestmark = pytest.mark.slow
