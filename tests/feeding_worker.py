@@ -10,6 +10,7 @@ import os
 import sys
 import time
 import traceback
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -101,6 +102,19 @@ def padded_until_all_are_done(strategy):
 @scenario
 def one_has_nothing(strategy):
     return seen(strategy, own(strategy, [0, 3][ME], remainder="pad", mask=True))
+
+
+class Pair(NamedTuple):
+    x: Any
+    y: Any
+
+
+@scenario
+def one_has_nothing_of_a_class(strategy):
+    def source():
+        yield from [Pair(rows(2), rows(2))] * ME
+
+    return outcome(lambda: seen(strategy, strategy.distribute_dataset(source, auto_shard="off", remainder="pad")))
 
 
 @scenario

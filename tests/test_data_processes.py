@@ -126,6 +126,11 @@ def test_a_process_may_have_no_rows_at_all(told):
     assert own(second) == [[100, 101], [102, 102]]
 
 
+def test_a_process_without_rows_is_told_no_classes(told):
+    said = refused(told, "one_has_nothing_of_a_class")
+    assert "a process has no rows from the start (the processes have [0, 2])" in said
+
+
 def test_no_rows_on_any_process_are_an_error(told):
     assert "the source is empty" in refused(told, "none_has_anything")
 

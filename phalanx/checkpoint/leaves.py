@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from phalanx import state
-from phalanx.checkpoint.plain import decode, encode
+from phalanx._plain import decode, encode
 from phalanx.distribute.reductions import compute
 from phalanx.errors import AggregationRequiredError, ArgumentError, CheckpointError
 from phalanx.variables import Variable, is_key

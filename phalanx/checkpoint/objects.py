@@ -10,8 +10,8 @@ import jax
 import numpy as np
 
 from phalanx._checks import counterparts
+from phalanx._plain import is_plain
 from phalanx.checkpoint.leaves import Array, Held, Leaf, Put, State, Value, generator
-from phalanx.checkpoint.plain import is_plain
 from phalanx.errors import ArgumentError, ArgumentTypeError
 from phalanx.optim import Optimizer
 from phalanx.variables import Component, Variable, is_per_replica

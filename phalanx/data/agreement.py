@@ -6,20 +6,19 @@ them for ever. Before each batch the processes tell each other how many rows the
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import itertools
 import json
-import pickle
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 
+from phalanx._plain import decode, encode
 from phalanx.cluster.agreement import Roundtable
 from phalanx.data.elements import Batcher, Rows
 from phalanx.data.host import Arrays
-from phalanx.errors import ArgumentError, StrategyError, UnevenBatchError
+from phalanx.errors import ArgumentError, ArgumentTypeError, StrategyError, UnevenBatchError
 
 Feed = Iterator[tuple[Any, Any]]
 
@@ -133,6 +132,13 @@ class Group:
             counts = [theirs["rows"] for theirs in said]
             if not any(counts):
                 return
+            if padding is None and not all(counts):  # which all processes see alike: none is left in a step
+                kind = next(theirs["kind"] for theirs in said if theirs["rows"])
+                raise StrategyError(
+                    f"distribute_dataset: a process has no rows from the start (the processes have {counts}), and those of"
+                    f" the others are in {kind}, of which only dicts, lists and tuples can be told to it. Use these, or"
+                    " give every process a row."
+                )
             own = own or [Rows(Arrays.of(padding, "padding"), 0)]
             yield Turn(number, own, after, counts, max(theirs["each"] for theirs in said))
 
@@ -184,11 +190,17 @@ def _same(turns: Iterator[Turn], batcher: Batcher) -> Feed:
 
 
 def _introduction(items: list[Rows], batcher: Batcher) -> dict[str, Any]:
-    """What a process says of its first element: of what kind its rows are, and one of them."""
+    """What a process says of its first element: of what kind its rows are, and one of them.
+
+    Not as a pickle, which could hold code: so instances of classes, such as named tuples, cannot be told.
+    """
     if not items:
         return {}
-    row = pickle.dumps(items[0].none().arrays.tree())
-    return {"kind": repr(batcher.layout.types), "row": base64.b64encode(row).decode()}
+    kind = repr(batcher.layout.types)
+    try:
+        return {"kind": kind, "row": encode(items[0].none().arrays.tree(), "row")}
+    except ArgumentTypeError:
+        return {"kind": kind, "row": None}
 
 
 def _settle(said: list[dict[str, Any]]) -> Any:
@@ -196,4 +208,4 @@ def _settle(said: list[dict[str, Any]]) -> Any:
     rows = {theirs["kind"]: theirs["row"] for theirs in said if theirs["rows"]}
     if len(rows) > 1:
         raise ArgumentError(f"distribute_dataset: the processes have different kinds of rows: {', or '.join(rows)}.")
-    return next((pickle.loads(base64.b64decode(row)) for row in rows.values()), None)
+    return next((decode(row) for row in rows.values()), None)
