@@ -237,6 +237,15 @@ def test_an_error_in_the_block_restores_the_handlers():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.fixture
+def sigterm_is_the_systems():
+    """Whoever listened to it before in this process."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.usefixtures("sigterm_is_the_systems")
 def test_signals_without_a_python_handler_and_other_threads_are_left_alone():
     before = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
     inside = []
