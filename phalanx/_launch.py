@@ -134,7 +134,7 @@ class Launch:
         donated, kept, written = variables
         with state.lock:
             inputs = self._inputs(args, list(map(_stored, donated)), kept)
-        with state.calling_back(), HeldBack():
+        with HeldBack(), state.calling_back():  # so that no handler keeps the second from ending
             result = self._compiled.run_keeping(*inputs)
             jax.block_until_ready(result)
         with state.lock:

@@ -150,6 +150,14 @@ def test_an_interrupt_in_a_step_that_prints():
     assert check_all(points, make, by_signal) >= len(points) - 1
 
 
+def test_an_interrupt_around_a_program_that_calls_python_functions():
+    make = again(*make_step(0, also=lambda v: jax.debug.print("{x}", x=v.value)))
+    where = ("_launch.py", "_turns.py", "contextlib.py")
+    for _ in range(3):
+        total = lines_run(make()[1], where=where)
+    assert check_all(range(1, total + 1), make, by_signal, where) > total // 2
+
+
 @pytest.mark.parametrize("n", [0, 2])
 def test_an_interrupt_in_a_step_under_a_tape(n):
     """There the program runs as one recorded operation, and Python code of ours takes its results."""
