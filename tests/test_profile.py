@@ -103,6 +103,16 @@ def test_replicas_that_meet_all_the_time():
     assert found.bound_by == "collectives"
 
 
+def test_methods_are_traced_functions_too():
+    class Trainer:
+        @px.function
+        def step(self, x):
+            return x.sum()
+
+    assert px.profile(Trainer().step, SMALL, steps=1).is_traced
+    assert not px.profile(lambda x: small_step(x), SMALL, steps=1).is_traced
+
+
 def test_shares_are_of_one_whole_and_the_timeline_shows_host_and_devices():
     found = px.profile(small_step, SMALL, steps=3)
     assert sum(found.shares.values()) == pytest.approx(1)

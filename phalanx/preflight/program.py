@@ -351,12 +351,9 @@ def _paths(tree: Any) -> list[str]:
 
 
 def _lower_jitted(name: str, fn: Any, args: Any, kwargs: Any, target: Target) -> Any:
-    with _quietly():
-        try:
-            traced = fn.trace(*args, **kwargs)
-            lowered = _jax.lower_traced(traced, _platform(target))
-        except (ValueError, TypeError, NotImplementedError) as error:
-            raise _refused(name, error) from error
+    with _lowering(name):
+        traced = fn.trace(*args, **kwargs)
+        lowered = _jax.lower_traced(traced, _platform(target))
     donated = [info.donated for info in jax.tree.leaves(traced.args_info, is_leaf=lambda x: hasattr(x, "donated"))]
     return lowered, traced, donated
 
@@ -365,19 +362,19 @@ def _lower_jitted(name: str, fn: Any, args: Any, kwargs: Any, target: Target) ->
 
 
 def _lower(name: str, jitted: Any, args: Sequence[Any], target: Target) -> _jax.Lowered:
-    with _quietly():
-        try:
-            return _jax.lower_traced(jitted.trace(*args), _platform(target))
-        except (ValueError, TypeError, NotImplementedError) as error:
-            raise _refused(name, error) from error
+    with _lowering(name):
+        return _jax.lower_traced(jitted.trace(*args), _platform(target))
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
-    """Without JAX's warning of buffers that are donated in vain, which the report has too."""
+def _lowering(name: str) -> Iterator[None]:
+    """Without JAX's warning of buffers that are donated in vain, which the report has too; with errors of our own."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-        yield
+        try:
+            yield
+        except (ValueError, TypeError, NotImplementedError) as error:
+            raise _refused(name, error) from error
 
 
 def _platform(target: Target) -> str | None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from phalanx import _jax, state
+from phalanx._methods import BoundFunction
 from phalanx.errors import ArgumentError, ArgumentTypeError, StrategyError
 from phalanx.function import Function
 from phalanx.profiling.measure import Run, require_results, run, typical, wait_for
@@ -58,13 +59,10 @@ def profile(step: Callable[[Any], Any], batches: Iterable[Any], *, steps: int = 
     first = _first(step, endless)
     alone = run(step, endless, steps, wait=True)
     together = run(step, endless, steps, wait=False)
-    traced = Run()
-
-    def some() -> None:
-        traced.__dict__.update(vars(run(step, endless, min(steps, _TRACED_STEPS), wait=True)))
-
-    operations = _jax.device_operations(some)
-    return _profile(step, first, alone, together, traced, operations)
+    traced: list[Run] = []
+    few = min(steps, _TRACED_STEPS)
+    operations = _jax.device_operations(lambda: traced.append(run(step, endless, few, wait=True)))
+    return _profile(step, first, alone, together, traced[0], operations)
 
 
 def _endless(batches: Any) -> Iterator[Any]:
@@ -118,7 +116,7 @@ def _profile(
         first_step_seconds=first,
         shares={name: value / whole for name, value in seconds.items()},
         recompiled_steps=sum(together.compiling(s) > 0 for s in together.steps),
-        is_traced=isinstance(step, Function),
+        is_traced=isinstance(step, (Function, BoundFunction)),
         timeline=_timeline(traced, operations),
     )
 

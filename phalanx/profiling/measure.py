@@ -84,18 +84,20 @@ def run(step: Callable[[Any], Any], batches: Iterator[Any], count: int, *, wait:
 
 def wait_for(out: Any) -> None:
     """Until the step's results are there."""
-    leaves = jax.tree.leaves(out, is_leaf=is_per_replica)
-    arrays = [x.stacked if is_per_replica(x) else x for x in leaves]
-    jax.block_until_ready([x for x in arrays if isinstance(x, jax.Array)])
+    jax.block_until_ready(_arrays(out))
 
 
 def require_results(out: Any) -> None:
     """Raise when there is nothing to wait for."""
-    leaves = jax.tree.leaves(out, is_leaf=is_per_replica)
-    if not any(is_per_replica(x) or isinstance(x, jax.Array) for x in leaves):
+    if not _arrays(out):
         raise ArgumentError(
             f"profile: the step returned {type(out).__name__}, and no array that could be waited for. Return the loss."
         )
+
+
+def _arrays(out: Any) -> list[jax.Array]:
+    leaves = jax.tree.leaves(out, is_leaf=is_per_replica)
+    return [x for x in (x.stacked if is_per_replica(x) else x for x in leaves) if isinstance(x, jax.Array)]
 
 
 def typical(values: list[float]) -> float:
