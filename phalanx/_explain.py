@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from phalanx import _jax
+from phalanx._packs import stored_array
 from phalanx.errors import DeviceError, PhalanxError, StrategyError, TracingError, VariableCreationError
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def _value_needed(name: str, error: Exception) -> TracingError:
 def _scattered(name: str, traced: Traced, args: Sequence[Any]) -> DeviceError:
     """The error for arrays that lie on devices where the program does not run."""
     named = [(f"argument {i}", x) for i, x in enumerate(args)]
-    named += [(v.label, v._stored) for v, _ in traced.captures]
+    named += [(v.label, stored_array(v)) for v, _ in traced.captures]
     named += [("an array that the function closes over", x) for x in traced.program.constants]
     places: dict[str, list[str]] = {}
     for label, array in named:

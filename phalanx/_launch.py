@@ -16,12 +16,12 @@ from phalanx import _jax, state
 from phalanx._compiling import compile_first
 from phalanx._explain import why_not_run
 from phalanx._interrupts import HeldBack
+from phalanx._packs import NO_PACKS, Packs, sharding_of, stored_arrays
 from phalanx.variables import Variable
 
 if TYPE_CHECKING:
     from phalanx._traced import Traced
 
-_stored = attrgetter("_stored")
 _owned = attrgetter("_owned")
 _AT_ONCE = nullcontext()
 _previous: list[Any] = []
@@ -31,43 +31,58 @@ _previous: list[Any] = []
 class Compiled:
     """A program compiled for eager calls; shared by traces whose programs are equal.
 
-    It takes three lists of arrays: the values of variables that it replaces (their buffers are reused), the
-    arguments and other variables that it uses, and the constants of the trace.
+    It takes three lists of arrays: the values that it replaces (their buffers are reused), which are those of packs
+    and of single variables; the arguments and what else it uses, packs last; and the constants of the trace. It
+    gives the results, then the new values of packs, then those of single variables.
     """
 
-    def __init__(self, traced: Traced, donate: bool) -> None:
+    def __init__(self, traced: Traced, donate: bool, packs: Packs = NO_PACKS) -> None:
         self._program = program = traced.program.without_constants()
-        self.signature = _signature(traced, donate)
-        self.calls_back = _jax.has_callback(program.jaxpr)
+        self.signature = _signature(traced, donate, packs)
+        self.calls_back = traced.calls_back
         """Whether it calls Python functions. They may raise, so nothing is given away and the end is waited for."""
         given_away = set(traced.written) if donate and not self.calls_back else set()
         captured = [i - traced.n_args for i in program.used if i >= traced.n_args]
+        alone = [i for i in captured if traced.captures[i][0] not in packs.places]
         self.args = [i for i in program.used if i < traced.n_args]
         """Which arguments the program uses."""
-        self.donated = [i for i in captured if traced.captures[i][0] in given_away]
-        """Which captures of a trace come first, those whose buffers are reused."""
-        self.kept = [i for i in captured if traced.captures[i][0] not in given_away]
-        inputs = [*((traced.n_args + i) for i in self.donated), *self.args, *((traced.n_args + i) for i in self.kept)]
-        position = {i: n for n, i in enumerate(inputs)}
-        places = [position[i] for i in program.used]
-        sizes = [aval.size for aval in program.out_avals]
-        smallest = sizes.index(min(sizes)) if sizes else 0
-        self.smallest_out = slice(smallest, smallest + 1)
-
-        def flat(donated: list[Any], kept: list[Any], constants: list[Any]) -> list[Any]:
-            values = [*donated, *kept]
-            return program.bind(*[values[i] for i in places], *constants)
-
+        self.donated = [i for i in alone if traced.captures[i][0] in given_away]
+        """Which captures of a trace are given single, those whose buffers are reused."""
+        self.kept = [i for i in alone if traced.captures[i][0] not in given_away]
+        flat = self._flat(traced, packs)
         flat.__name__ = program.name
-        shardings = _out_shardings(traced)
+        shardings = _out_shardings(traced, packs)
         self.run = jax.jit(flat, donate_argnums=(0,), out_shardings=shardings)
         self.run_keeping = jax.jit(flat, out_shardings=shardings)
         """The same, and nothing is given away; compiled only where it is called."""
         self.is_compiled = False
 
-    def fits(self, other: Traced, donate: bool) -> bool:
+    def _flat(self, traced: Traced, packs: Packs) -> Callable[..., list[Any]]:
+        program, n_args, n_results = self._program, traced.n_args, traced.n_results
+        single = [*(n_args + i for i in self.donated), *self.args, *(n_args + i for i in self.kept)]
+        position = {i: n for n, i in enumerate(single, packs.n_updated)}
+        sources = [position[i] if i in position else packs.places[traced.captures[i - n_args][0]] for i in program.used]
+        targets = [*[None] * n_results, *map(packs.places.get, traced.written), *[None] * len(traced.initial)]
+        layouts, n_updated = [pack.layout for pack in packs.all], packs.n_updated
+
+        def flat(donated: list[Any], kept: list[Any], constants: list[Any]) -> list[Any]:
+            arrays = [*donated, *kept]
+            packed = [*arrays[:n_updated], *arrays[n_updated + len(single) :]]
+            parts = [layout.split(array) for layout, array in zip(layouts, packed)]
+            values = [arrays[i] if isinstance(i, int) else parts[i[0]][i[1]] for i in sources]
+            outs = program.bind(*values, *constants)
+            for place, value in zip(targets, outs):
+                if place is not None:
+                    parts[place[0]][place[1]] = value
+            joined = [layout.join(new) for layout, new in zip(layouts[:n_updated], parts)]
+            alone = [value for place, value in zip(targets, outs) if place is None]
+            return [*alone[:n_results], *joined, *alone[n_results:]]
+
+        return flat
+
+    def fits(self, other: Traced, donate: bool, packs: Packs) -> bool:
         """True when this program computes the same as another trace's; Python functions are not compared."""
-        if self.calls_back or _signature(other, donate) != self.signature:
+        if self.calls_back or _signature(other, donate, packs) != self.signature:
             return False
         return self._program.text == other.program.text
 
@@ -75,9 +90,10 @@ class Compiled:
 class Launch:
     """A compiled program on the variables of one of its traces."""
 
-    def __init__(self, compiled: Compiled, traced: Traced) -> None:
+    def __init__(self, compiled: Compiled, traced: Traced, packs: Packs) -> None:
         self._compiled = compiled
         self._traced = traced
+        self._packs = packs
         self._variables = None if traced.borrows else self._sorted()
         self._owned_at = -1
         """How much had been lent when all the variables that this replaces were owned."""
@@ -88,15 +104,15 @@ class Launch:
         captures, compiled = self._traced.captures, self._compiled
         donated = [captures[i][0] for i in compiled.donated]
         kept = [captures[i][0] for i in compiled.kept]
-        return donated, kept, self._traced.written
+        return donated, kept, [v for v in self._traced.written if v not in self._packs.places]
 
     def lower(self) -> Any:
         """JAX's lowered program."""
         donated, kept, _ = self._variables or self._sorted()
         types = [self._traced.input_types[i] for i in self._compiled.args]
         args = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in types]
-        constants = self._traced.program.constants
-        return self._compiled.run.lower(list(map(_stored, donated)), [*args, *map(_stored, kept)], constants)
+        with state.turn(), state.lock:
+            return self._compiled.run.lower(*self._inputs(args, stored_arrays(donated), kept))
 
     def __call__(self, args: Sequence[Any]) -> Any:
         """Run; the variables take their new values all at once or not at all."""
@@ -104,13 +120,14 @@ class Launch:
         variables = self._variables or self._sorted()
         outs: list[Any] = []
         run = self._run_keeping if self._compiled.calls_back or _jax.results_are_checked() else self._run
+        used = list(map(args.__getitem__, self._compiled.args))
         with state.turn(), _jax.compiling():
             if traced.in_order:
                 _wait_for_previous()
             try:
                 if not self._compiled.is_compiled:
-                    self._compile(args, run, *variables)
-                run(args, outs, *variables)
+                    self._compile(used, run, *variables)
+                run(used, outs, *variables)
             except (TypeError, ValueError, jax.errors.UnexpectedTracerError) as error:
                 better = why_not_run(traced.program.name, traced, args, error)
                 if better is None:
@@ -118,22 +135,21 @@ class Launch:
                 raise better from error
         return traced.results(outs[0])
 
-    def _compile(self, args: Sequence[Any], run: Any, *variables: list[Variable]) -> None:
+    def _compile(self, args: list[Any], run: Any, *variables: list[Variable]) -> None:
         donated, kept, _ = variables
-        with state.lock:
-            inputs = self._inputs(args, list(map(_stored, donated)), kept)
-        jitted = self._compiled.run_keeping if run == self._run_keeping else self._compiled.run
-        arguments = list(map(args.__getitem__, self._compiled.args))
-        if any(map(_jax.is_tracer, arguments)):  # values that were kept from another trace; the call refuses them
+        if any(map(_jax.is_tracer, args)):  # values that were kept from another trace; the call refuses them
             return
-        compile_first(self._traced.program.name, jitted, inputs, arguments)
+        with state.lock:
+            inputs = self._inputs(args, stored_arrays(donated), kept)
+        jitted = self._compiled.run_keeping if run == self._run_keeping else self._compiled.run
+        compile_first(self._traced.program.name, jitted, inputs, args)
         self._compiled.is_compiled = True
 
-    def _run_keeping(self, args: Sequence[Any], outs: list[Any], *variables: list[Variable]) -> None:
+    def _run_keeping(self, args: list[Any], outs: list[Any], *variables: list[Variable]) -> None:
         """Nothing is given away: after an error it is needed, and the functions called back may read it meanwhile."""
         donated, kept, written = variables
         with state.lock:
-            inputs = self._inputs(args, list(map(_stored, donated)), kept)
+            inputs = self._inputs(args, stored_arrays(donated), kept)
         with HeldBack(), state.calling_back():  # so that no handler keeps the second from ending
             result = self._compiled.run_keeping(*inputs)
             jax.block_until_ready(result)
@@ -141,15 +157,16 @@ class Launch:
             outs.append(result)
             self._commit(outs, written, owned=False)
 
-    def _inputs(self, args: Sequence[Any], values: list[Any], kept: list[Variable]) -> tuple[Any, ...]:
-        others = [*map(args.__getitem__, self._compiled.args), *map(_stored, kept)]
-        return values, others, self._traced.program.constants
+    def _inputs(self, args: list[Any], values: list[Any], kept: list[Variable]) -> tuple[Any, ...]:
+        updated = [pack.take() for pack in self._packs.updated]
+        read = [pack.take() for pack in self._packs.read]
+        return [*updated, *values], [*args, *stored_arrays(kept), *read], self._traced.program.constants
 
-    def _run(self, args: Sequence[Any], outs: list[Any], *variables: list[Variable]) -> None:
+    def _run(self, args: list[Any], outs: list[Any], *variables: list[Variable]) -> None:
         donated, kept, written = variables
         with state.lock:
             owned = self._owned_at == state.Lending.times or all(map(_owned, written))
-            values = list(map(_stored, donated))
+            values = stored_arrays(donated)
             if not owned:
                 # Somebody may hold these very arrays: they must stay as they are, so copies are given away.
                 values = [x if v._owned else jnp.copy(x) for v, x in zip(donated, values)]
@@ -175,31 +192,43 @@ class Launch:
     def _commit(self, outs: list[Any], written: list[Variable], owned: bool) -> None:
         if not outs:
             return
-        state.set_all(written, "_stored", outs[0][self._traced.n_results :])
+        new = outs[0][self._traced.n_results :]
+        for pack, array in zip(self._packs.updated, new):
+            pack.give(array)
+        state.set_all(written, "_stored", new[self._packs.n_updated :])
         if not owned:
             state.set_all(written, "_owned", itertools.repeat(True))
         self._owned_at = state.Lending.times
         if self._traced.in_order:
-            _previous[:] = outs[0][self._compiled.smallest_out]
+            _previous[:] = _smallest(outs[0])
 
 
-def _signature(traced: Traced, donate: bool) -> Any:
+def _signature(traced: Traced, donate: bool, packs: Packs) -> Any:
     """Equal for programs that may be equal."""
     jaxpr = traced.program.jaxpr.jaxpr
     avals = tuple(v.aval for v in jaxpr.invars), tuple(v.aval for v in jaxpr.outvars)
     written = {v: i for i, v in enumerate(traced.written)}
-    roles = tuple(written.get(v) for v, _ in traced.captures)
-    shardings = tuple(map(_sharding, traced.written))
+    roles = tuple((written.get(v), packs.places.get(v)) for v, _ in traced.captures)
+    layouts = tuple(pack.layout for pack in packs.all), packs.n_updated, tuple(map(packs.places.get, traced.written))
+    shardings = tuple(map(sharding_of, traced.written))
     strategy = traced.strategy and traced.strategy.key
-    return avals, tuple(traced.program.used), traced.n_args, roles, shardings, strategy, len(jaxpr.eqns), donate
+    return (
+        avals,
+        tuple(traced.program.used),
+        traced.n_args,
+        roles,
+        layouts,
+        shardings,
+        strategy,
+        len(jaxpr.eqns),
+        donate,
+    )
 
 
-def _sharding(variable: Variable) -> Any:
-    return None if variable.strategy is None else variable.strategy.sharding(per_replica=variable.per_replica)
-
-
-def _out_shardings(traced: Traced) -> list[Any]:
-    return [None] * traced.n_results + [_sharding(v) for v in traced.written] + [None] * len(traced.initial)
+def _out_shardings(traced: Traced, packs: Packs) -> list[Any]:
+    packed = [pack.sharding for pack in packs.updated]
+    alone = [sharding_of(v) for v in traced.written if v not in packs.places]
+    return [None] * traced.n_results + packed + alone + [None] * len(traced.initial)
 
 
 # ---- steps in flight -----------------------------------------------------------------------------

@@ -8,6 +8,7 @@ equation.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import weakref
 from collections.abc import Callable, Sequence
@@ -66,6 +67,11 @@ class Traced:
         self._captures = [(refs.get(v, v), lifted) for v, lifted in self._captures]
         self._written = [refs.get(v, v) for v in self._written]
         self.written_at.clear()
+
+    @functools.cached_property
+    def calls_back(self) -> bool:
+        """Whether the program calls Python functions."""
+        return _jax.has_callback(self.program.jaxpr)
 
     @property
     def belongs_to_a_trace(self) -> bool:

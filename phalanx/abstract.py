@@ -10,6 +10,7 @@ import jax
 
 from phalanx import _jax, state
 from phalanx._explain import why_not_traced
+from phalanx._packs import stored_array
 from phalanx.errors import StrategyError, VariableWriteError
 from phalanx.variables import Variable
 
@@ -25,7 +26,7 @@ class AbstractFrame(state.Frame):
 
     def load(self, variable: Variable) -> Any:
         if variable.has_storage:
-            return variable._stored
+            return stored_array(variable)
         values = self._scope.values
         if variable not in values:
             values[variable] = self._scope.tracing.input(self.type_of(variable))

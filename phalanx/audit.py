@@ -21,6 +21,7 @@ from phalanx import _jax, state
 from phalanx._bits import fingerprint, from_bits, to_bits
 from phalanx._checks import check_choice
 from phalanx._launch import in_order
+from phalanx._packs import stored_arrays
 from phalanx.checkpoint.leaves import Held
 from phalanx.checkpoint.objects import Contents
 from phalanx.distribute.collectives import broadcast
@@ -220,8 +221,8 @@ def _fingerprints(strategy: Strategy, variables: Sequence[Variable]) -> Any:
 
 def _run(strategy: Strategy, program: Any, variables: Sequence[Variable]) -> Any:
     with state.turn(), state.lock:
-        arrays = [v._stored for v in variables]
-        return in_order(strategy.in_order, lambda: [program(arrays)])[0]
+        stored = stored_arrays(variables)
+        return in_order(strategy.in_order, lambda: [program(stored)])[0]
 
 
 @functools.lru_cache(maxsize=64)

@@ -23,6 +23,7 @@ from phalanx._checks import check_flag
 from phalanx._history import History, context_keys
 from phalanx._launch import Compiled, Launch
 from phalanx._methods import BoundFunction
+from phalanx._packs import NO_PACKS, Packs
 from phalanx._signature import Call, Signature, describe, identities, is_input
 from phalanx._traced import Traced, trace
 from phalanx.errors import ArgumentError, ArgumentTypeError, RetraceError, StrategyError, VariableCreationError
@@ -95,13 +96,11 @@ def not_strict() -> Iterator[None]:
 class ConcreteFunction:
     """One trace of a function, for arguments of one kind. Made by `Function.get_concrete_function`."""
 
-    def __init__(
-        self, traced: Traced, call: Call, signature: Signature, compiled: Callable[[Traced], Compiled]
-    ) -> None:
+    def __init__(self, traced: Traced, call: Call, signature: Signature, launch: Callable[[Traced], Launch]) -> None:
         self._traced = traced
         self._call = call
         self._signature = signature
-        self._compiled = compiled
+        self._make_launch = launch
         self._context = context_keys()
         self.name = signature.name
 
@@ -148,7 +147,7 @@ class ConcreteFunction:
     def _launch(self) -> Launch:
         # Made at the first call: what is only ever called in other programs needs no compiled one of its own.
         with state.tracing(self.name):
-            return Launch(self._compiled(self._traced), self._traced)
+            return self._make_launch(self._traced)
 
     def lower(self) -> Any:
         """JAX's lowered program (``jax.stages.Lowered``)."""
@@ -275,7 +274,7 @@ class Function(Generic[P, R]):
         self._check_strict(call)
         traced = self._trace(call)
         self._adopt_captures(traced)
-        concrete = ConcreteFunction(traced, call.without_values(), self._signature, self._compile)
+        concrete = ConcreteFunction(traced, call.without_values(), self._signature, self._launch)
         if traced.belongs_to_a_trace:
             return concrete
         known = list(identities(call.keys))
@@ -337,11 +336,17 @@ class Function(Generic[P, R]):
             for variable, _ in traced.captures:
                 traced.strategy.adopt(variable)
 
-    def _compile(self, traced: Traced) -> Compiled:
+    def _launch(self, traced: Traced) -> Launch:
+        packs = NO_PACKS
+        if self._donate and not traced.calls_back and not traced.borrows:
+            packs = Packs([variable for variable, _ in traced.captures], traced.written)
+        return Launch(self._compiled(traced, packs), traced, packs)
+
+    def _compiled(self, traced: Traced, packs: Packs) -> Compiled:
         for compiled in self._shared:
-            if compiled.fits(traced, self._donate):
+            if compiled.fits(traced, self._donate, packs):
                 return compiled
-        compiled = Compiled(traced, self._donate)
+        compiled = Compiled(traced, self._donate, packs)
         if compiled.calls_back:  # it fits no other trace
             return compiled
         self._shared.insert(0, compiled)

@@ -34,6 +34,7 @@ from phalanx._contexts import diverging as diverging
 from phalanx._contexts import merge_components as merge_components
 from phalanx._contexts import refuse_foreign as refuse_foreign
 from phalanx._explain import leaked, without_storage
+from phalanx._packs import Piece, stored_array
 from phalanx._turns import Lending as Lending
 from phalanx._turns import calling_back as calling_back
 from phalanx._turns import lock as lock
@@ -130,16 +131,15 @@ class EagerFrame(Frame):
         for trace in _jax.trace_chain():
             if _jax.is_staging(trace):
                 raise frozen(variable, _jax.staged_for(trace))
-        value = self._value(variable)
-        if type(value) is jax.ShapeDtypeStruct:
+        if type(self._present(variable)) is jax.ShapeDtypeStruct:
             raise without_storage(variable)
-        return value
+        return stored_array(variable)
 
     def type_of(self, variable: Variable) -> Any:
-        return stored_type(self._value(variable))
+        return stored_type(self._present(variable))
 
     @staticmethod
-    def _value(variable: Variable) -> Any:
+    def _present(variable: Variable) -> Any:
         if variable._stored is None:
             raise VariableCreationError(
                 f"{variable.label}, created at {variable._created_at}, has no value: the traced function that created it"
@@ -175,7 +175,7 @@ class EagerFrame(Frame):
 
 def stored_type(stored: Any) -> Any:
     """The type of what a variable holds, as an input of a program."""
-    if type(stored) is jax.ShapeDtypeStruct:
+    if type(stored) in (jax.ShapeDtypeStruct, Piece):
         return _jax.local_aval(stored.shape, stored.dtype, varying=False)
     return _jax.type_of(stored)
 

@@ -66,6 +66,7 @@ class Variable(AsArray):
 
     _stored: Any
     _owned: bool
+    _piece: Any = None
 
     is_slot = False
     """Whether it is part of an optimizer's state."""
@@ -325,7 +326,7 @@ class Variable(AsArray):
     def __getstate__(self) -> dict[str, Any]:
         if self._stored is None:
             raise VariableCreationError(f"{self.label} has no value yet and cannot be copied or pickled.")
-        kept = {k: v for k, v in self.__dict__.items() if k not in ("strategy", "_stored", "_owned")}
+        kept = {k: v for k, v in self.__dict__.items() if k not in ("strategy", "_stored", "_owned", "_piece")}
         with state.lifted_out():
             stored = state.borrow(self)
             return {**kept, "value": to_host(stored), "key_impl": _key_impl(stored)}

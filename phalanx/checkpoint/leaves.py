@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from phalanx import state
+from phalanx._packs import stored_array
 from phalanx._plain import decode, encode
 from phalanx.distribute.reductions import compute
 from phalanx.errors import AggregationRequiredError, ArgumentError, CheckpointError
@@ -196,7 +197,9 @@ def _on_host(array: Any, path: str) -> np.ndarray[Any, Any]:
 def start_copying(leaves: list[Leaf]) -> None:
     """Let all arrays start on their way to the host, so that fetching one by one does not wait for each."""
     for leaf in leaves:
-        array = leaf.variable._stored if isinstance(leaf, Held) else leaf.value if isinstance(leaf, Array) else None
+        array = (
+            stored_array(leaf.variable) if isinstance(leaf, Held) else leaf.value if isinstance(leaf, Array) else None
+        )
         if isinstance(array, jax.Array) and not is_key(array) and array.sharding.is_fully_replicated:
             array.addressable_shards[0].data.copy_to_host_async()
 
