@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,4 +24,6 @@ def _candidates() -> list[Candidate]:
 
 
 def _import(modules: str) -> None:
-    subprocess.run([sys.executable, "-c", f"import {modules}"], check=True)
+    # With compiled modules, as an installed package has them, whatever this process was told.
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    subprocess.run([sys.executable, "-c", f"import {modules}"], check=True, env=environment)
