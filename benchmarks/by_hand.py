@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.models import LOSSES
 from benchmarks.problems import Problem
@@ -31,9 +31,20 @@ def jit_step(problem: Problem, tx: Any) -> Step:
 def shard_map_step(replicas: int, problem: Problem, tx: Any, reduce: Reduce) -> Step:
     """For several devices, each with the program of one."""
     mesh = _mesh(replicas)
-    specs = (_WHOLE, _WHOLE, *(_SPLIT for _ in problem.batch))
-    step = jax.shard_map(_update(problem, tx, reduce), mesh=mesh, in_specs=specs, out_specs=_WHOLE)
-    return _donating(step, problem, tx, mesh)
+    return _donating(_on_mesh(mesh, problem, tx, reduce), problem, tx, mesh)
+
+
+def shard_map_program(replicas: int, problem: Problem, tx: Any, reduce: Reduce) -> tuple[Any, Any]:
+    """The same for devices that need not be here: a jitted function, and the types of its arguments."""
+    mesh = AbstractMesh((replicas,), ("replica",))
+
+    def typed(tree: Any, spec: PartitionSpec) -> Any:
+        sharding = NamedSharding(mesh, spec)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=sharding), tree)
+
+    p = typed(problem.parameters, _WHOLE)
+    arguments = (p, typed(jax.eval_shape(tx.init, p), _WHOLE), *typed(problem.batch, _SPLIT))
+    return jax.jit(_on_mesh(mesh, problem, tx, reduce), donate_argnums=(0, 1)), arguments
 
 
 def sharded_step(replicas: int, problem: Problem, tx: Any) -> Step:
@@ -78,6 +89,11 @@ def _mesh(replicas: int) -> Mesh:
     return Mesh(np.array(jax.devices()[:replicas]), ("replica",), axis_types=(AxisType.Auto,))
 
 
+def _on_mesh(mesh: Any, problem: Problem, tx: Any, reduce: Reduce) -> Callable[..., Any]:
+    specs = (_WHOLE, _WHOLE, *(_SPLIT for _ in problem.batch))
+    return jax.shard_map(_update(problem, tx, reduce), mesh=mesh, in_specs=specs, out_specs=_WHOLE)
+
+
 def _update(problem: Problem, tx: Any, reduce: Reduce | None) -> Callable[..., Any]:
     loss_fn, rows = LOSSES[problem.kind], problem.rows
 
@@ -112,7 +128,8 @@ def _donating(step: Callable[..., Any], problem: Problem, tx: Any, mesh: Mesh | 
 # ---- ways of summing the gradients over the replicas -----------------------------------------------
 
 
-def _each(arrays: list[Any]) -> list[Any]:
+def each(arrays: list[Any]) -> list[Any]:
+    """One psum for each array."""
     return list(jax.lax.psum(arrays, "replica"))
 
 
@@ -126,12 +143,12 @@ def _small_together(arrays: list[Any]) -> list[Any]:
     out = list(arrays)
     small = [i for i, a in enumerate(arrays) if a.nbytes <= SMALL]
     large = [i for i in range(len(arrays)) if i not in small]
-    for indices, reduce in ((small, _flat), (large, _each)):
+    for indices, reduce in ((small, _flat), (large, each)):
         if indices:
             for i, total in zip(indices, reduce([arrays[i] for i in indices])):
                 out[i] = total
     return out
 
 
-REDUCTIONS: dict[str, Reduce] = {"one psum each": _each, "one flat psum": _flat, "small ones flat": _small_together}
+REDUCTIONS: dict[str, Reduce] = {"one psum each": each, "one flat psum": _flat, "small ones flat": _small_together}
 """By how the gradients travel."""

@@ -31,6 +31,7 @@ WORKLOADS = (
     "tracing_keras",
     "loop",
     "memory",
+    "collectives",
     "feeding",
     "keras_fit",
     "durability",
@@ -38,7 +39,7 @@ WORKLOADS = (
 )
 """Modules of this package, each with REPLICAS, UNIT and cases(replicas, quick)."""
 
-_UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6, "MB": 1e-6}
+_UNITS = {"": 1.0, "s": 1.0, "ms": 1e3, "us": 1e6, "MB": 1e-6}
 _ROOT = Path(__file__).parents[1]
 
 
@@ -98,6 +99,8 @@ class Case:
 
     name: str
     candidates: Callable[[], Iterable[Contender]]
+    unit: str | None = None
+    """Of its figures, where it is not that of the workload."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +196,13 @@ def _child(workload: str, replicas: int, effort: Effort, quick: bool) -> list[di
         for candidate in candidates:
             candidate.end()
         results.append(
-            {"workload": workload, "case": case.name, "replicas": replicas, "unit": module.UNIT, "candidates": rows}
+            {
+                "workload": workload,
+                "case": case.name,
+                "replicas": replicas,
+                "unit": module.UNIT if case.unit is None else case.unit,
+                "candidates": rows,
+            }
         )
     return results
 

@@ -54,7 +54,13 @@ def _contenders(replicas: int, problem: Problem, optimizer: str, quick: bool) ->
 
 
 def phalanx_step(replicas: int, problem: Problem, tx: Any) -> Callable[[], Any]:
-    """The step as a user of Phalanx writes it."""
+    """The step on its batch, which waits until it is done."""
+    train_step, batch = phalanx_program(replicas, problem, tx)
+    return lambda: train_step(*batch).block_until_ready()
+
+
+def phalanx_program(replicas: int, problem: Problem, tx: Any) -> tuple[Callable[..., Any], Any]:
+    """The step as a user of Phalanx writes it, and a batch."""
     loss_fn, rows = LOSSES[problem.kind], problem.rows
     strategy = px.Mirrored(jax.devices()[:replicas])
     with strategy.scope():
@@ -74,4 +80,4 @@ def phalanx_step(replicas: int, problem: Problem, tx: Any) -> Callable[[], Any]:
     def train_step(*batch: Any) -> Any:
         return strategy.run(replica_step, args=batch)
 
-    return lambda: train_step(*batch).block_until_ready()
+    return train_step, batch
