@@ -29,6 +29,7 @@ class Trainer:
     train = px.function(lambda self, x: x * 2)
 
 trainer = Trainer()
+fixed = jax.jit(lambda x: x + jnp.ones((8, 4)))
 huge = jax.jit(lambda x: jnp.ones((2**19, 2**16)) + x)
 
 if __name__ == "__main__":
@@ -79,7 +80,12 @@ def test_wrong_calls_are_2_and_say_what_is_wrong(file, tmp_path, capsys):
         (["preflight"], "needs a step"),
         (["preflight", f"{file}:step"], "--topology or --compare"),
         (["preflight", f"{file}:step", "--topology", "v9"], "not known"),
-        (["preflight", f"{file}:step", "--topology", "cpu:1"], "needs example arguments"),
+        (["preflight", f"{file}:step", "--topology", "cpu:1"], "--arg for each, or a function preflight_step in"),
+        (["preflight", f"{file}:known", "--compare", "cpu:1,cpu:2", "--html", "r.html"], "are for one --topology"),
+        (
+            ["preflight", f"{file}:fixed", "--arg", "float32[8,4]", "--topology", "cpu:1", "--largest-batch"],
+            "cannot be lowered",
+        ),
         (["preflight", f"{file}:step", "--topology", "cpu:1", "--arg", "float32"], "not a dtype with a shape"),
         (["preflight", f"{file}:step", "--topology", "cpu:1", "--arg", "float31[3]"], "'float31' is not a dtype"),
         (["preflight", f"{file}:nothing", "--topology", "cpu:1"], "has no 'nothing'"),

@@ -209,6 +209,12 @@ def test_plain_jitted_functions_keep_their_shardings():
         px.preflight(jax.jit(lambda w, x: x @ w), w, x, topology="cpu:8")
 
 
+def test_the_batch_of_a_plain_jitted_function_is_in_its_last_argument():
+    w, x = jax.ShapeDtypeStruct((64, 128), jnp.float32), jax.ShapeDtypeStruct((32, 64), jnp.float32)
+    report = px.preflight(jax.jit(lambda w, x: (x @ w).sum()), w, x, topology="cpu:1", global_batch=16)
+    assert report.global_batch == 16 and report.bytes.inputs == nbytes((64, 128), (16, 64))
+
+
 def test_a_jitted_function_for_more_devices_than_there_are_is_refused():
     devices = jax.sharding.NamedSharding(jax.make_mesh((8,), ("d",)), jax.sharding.PartitionSpec("d"))
     fixed = jax.jit(lambda x: x * 2, in_shardings=devices)

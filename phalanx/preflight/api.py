@@ -43,7 +43,8 @@ def preflight(
         args: example arguments: arrays, or ``jax.ShapeDtypeStruct``, with the shapes of all replicas together.
             Where the step uses a strategy, those with as many rows as the first one are split over the replicas,
             as a distributed dataset would; the others reach all of them whole. Elements of a distributed dataset
-            will do. A function with an ``input_signature`` needs none.
+            will do. A function with an ``input_signature`` needs none. What ``jax.jit`` made takes its weights as
+            arguments too: there the batch is the last argument with rows, and those that have as many.
         topology: a TPU slice such as ``"v5e:4x4"`` (``phalanx preflight --topology list`` shows them), or devices
             that are present, ``"gpu:1"``, or any number of CPU devices, ``"cpu:8"``. Default: the strategy's own.
         strategy: the one that the step uses; found by itself where it is used in the step.
@@ -134,6 +135,11 @@ def own_target(strategy: Strategy | None) -> Target:
 
 def _known_arguments(fn: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Example arguments where none were given."""
+    if any(base.__module__.partition(".")[0] == "keras" for base in type(fn).__mro__):
+        raise ArgumentTypeError(
+            "preflight: a Keras model by itself is no training step. After compile(), call"
+            " px.keras.replicate(model, strategy).preflight(...)."
+        )
     function = fn._function if isinstance(fn, BoundFunction) else fn
     known = function.known_arguments if isinstance(function, Function) else None
     if known is not None:
@@ -141,10 +147,12 @@ def _known_arguments(fn: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     try:
         inspect.signature(fn).bind()
     except TypeError as error:
+        name = getattr(fn, "__name__", "the function")
         raise ArgumentError(
-            f"preflight: {getattr(fn, '__name__', 'the function')} needs example arguments ({error}): arrays, or"
-            " jax.ShapeDtypeStruct(shape, dtype) with the shapes of all replicas together. A px.function with an"
-            " input_signature, or one that has been called, needs none."
+            f"preflight: {name} needs example arguments ({error}): arrays, or jax.ShapeDtypeStruct(shape, dtype) with"
+            " the shapes of all replicas together; on the command line --arg for each, or a function"
+            f" preflight_{name} in the file. A px.function with an input_signature, or one that has been called, needs"
+            " none."
         ) from None
     except ValueError:  # builtins
         pass

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from phalanx.errors import PhalanxError
 from phalanx.preflight import estimate, hlo, operations
 from phalanx.preflight.checks import Evidence, Warning, all_warnings, human, layer_of
 from phalanx.preflight.compiler import Settings
@@ -124,7 +125,10 @@ class Report:
         return f"It does not fit: {need}; {self._which_fits()}.{cause if self.largest_buffers else ''}"
 
     def _which_fits(self) -> str:
-        batch = self.largest_batch_that_fits
+        try:
+            batch = self.largest_batch_that_fits
+        except PhalanxError as error:  # the sizes of the step's arguments depend on each other
+            return f"which batch fits could not be found ({error})"
         if batch is None:
             return "it has no batch to make smaller"
         return f"batch {batch} fits" if batch else "not even one row for each replica fits"
