@@ -105,7 +105,7 @@ def test_info_says_what_there_is_and_how_to_get_what_is_missing(capsys, monkeypa
 
     assert main(["info"]) == 0
     out = capsys.readouterr().out
-    assert "devices    8" in out and "processes  1" in out and "jax " in out
+    assert "devices          8" in out and "processes        1" in out and "jax " in out
     version = info._version
     monkeypatch.setattr(info, "_version", lambda package: None if package == "libtpu" else version(package))
     assert main(["info"]) == 0
@@ -119,7 +119,7 @@ def test_nothing_but_our_own_words_reaches_the_terminal(file):
     environment["PYTHONPATH"] = str(Path(__file__).parents[1])
     for call in (["info"], ["preflight", f"{file}:known", "--topology", "cpu:2"]):
         done = subprocess.run(
-            [sys.executable, "-m", "phalanx.cli", *call], env=environment, capture_output=True, text=True, timeout=200
+            [sys.executable, "-m", "phalanx", *call], env=environment, capture_output=True, text=True, timeout=200
         )
         assert done.returncode == 0 and done.stderr == "", done.stderr
         assert not any(word in done.stdout for word in ("WARNING", "E0000", "libtpu.so", "TPU_"))
