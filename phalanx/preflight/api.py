@@ -9,7 +9,7 @@ from typing import Any, get_args
 import jax
 
 from phalanx import state
-from phalanx._checks import check_choice, check_function
+from phalanx._checks import check_choice, check_function, check_int, check_seconds, packages
 from phalanx._methods import BoundFunction
 from phalanx.distribute.strategy import Strategy
 from phalanx.errors import ArgumentError, ArgumentTypeError, StrategyError
@@ -75,7 +75,7 @@ def preflight(
         raise StrategyError("px.preflight is called in a traced function or a replica. Call it outside.")
     if strategy is not None and not isinstance(strategy, Strategy):
         raise ArgumentTypeError(f"preflight: strategy must be a strategy such as px.Mirrored(), got {strategy!r:.60}.")
-    _check_positive(global_batch, "global_batch")
+    check_int(global_batch, "preflight: global_batch", optional=True)
     if topology is not None:
         targets.find(topology, num_slices)
     if not args and not kwargs:
@@ -93,8 +93,7 @@ def settings(timeout: float, effort: Effort) -> Settings:
     Raises:
         ArgumentError: for a timeout that is no positive number, or an effort that is not known.
     """
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
-        raise ArgumentError(f"preflight: timeout must be a positive number of seconds, got {timeout!r:.60}.")
+    check_seconds(timeout, "preflight: timeout")
     check_choice(effort, "preflight: effort", get_args(Effort))
     return Settings(timeout, effort)
 
@@ -108,11 +107,6 @@ def report_on(step: VariableStep | JittedStep, target: Target, global_batch: int
         return Report(program, other, compiler.run(program.lowered, other, settings), again, settings)
 
     return again(target, global_batch)
-
-
-def _check_positive(value: Any, name: str) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise ArgumentError(f"preflight: {name} must be a positive int, got {value!r:.60}.")
 
 
 def _target(topology: str | None, num_slices: int, step: VariableStep | JittedStep) -> Target:
@@ -135,7 +129,7 @@ def own_target(strategy: Strategy | None) -> Target:
 
 def _known_arguments(fn: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Example arguments where none were given."""
-    if any(base.__module__.partition(".")[0] == "keras" for base in type(fn).__mro__):
+    if "keras" in packages(fn):
         raise ArgumentTypeError(
             "preflight: a Keras model by itself is no training step. After compile(), call"
             " px.keras.replicate(model, strategy).preflight(...)."
