@@ -58,6 +58,7 @@ def preflight(
     Raises:
         StrategyError: in a traced function or a replica.
         ArgumentError: for a topology that is not known, or no arguments where some are needed.
+        ArgumentTypeError: for what is no function, or cannot be traced and lowered.
         UnevenBatchError: when the batch does not divide by the replicas.
         CompilationError: when the compiler is not installed; it says which package has it.
 
