@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from slices import needs_libtpu
 
+import phalanx as px
 from phalanx.cli import main
 
 EXAMPLE = """
@@ -98,6 +99,13 @@ def test_wrong_calls_are_2_and_say_what_is_wrong(file, tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["no-such-command"])
     assert ended.value.code == 2
+
+
+def test_the_version_can_be_asked_for(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"phalanx {px.__version__}\n"
 
 
 def test_info_says_what_there_is_and_how_to_get_what_is_missing(capsys, monkeypatch):

@@ -260,6 +260,11 @@ class CheckpointManager:
     def restore(self, checkpoint: Checkpoint, step: int, *, partial: bool = False) -> None:
         """As `restore_latest`, from the checkpoint of another step.
 
+        Args:
+            checkpoint: see `restore_latest`.
+            step: one of `steps`.
+            partial: see `restore_latest`.
+
         Raises:
             ArgumentError: when there is none of that step.
             CheckpointError: see `restore_latest`.

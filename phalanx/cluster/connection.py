@@ -75,6 +75,8 @@ def connect(
     Raises:
         ClusterError: when settings are missing, broken or contradictory, when a process does not come (it is
             named), or when JAX has opened its devices already.
+        ArgumentError: for a `timeout` or `heartbeat` that is no positive number, or a `seed` that NumPy does not take.
+        ArgumentTypeError: for something that is no resolver.
 
     Example:
         >>> print(px.connect())
