@@ -24,6 +24,21 @@ def check_choice(value: Any, label: str, known: Sequence[str]) -> None:
         raise ArgumentError(f"{label} must be one of {', '.join(map(repr, known))}, got {value!r:.60}.")
 
 
+def check_int(value: Any, label: str, least: int = 1, *, optional: bool = False) -> None:
+    """Raise unless `value` is an int of at least `least`, or None where that is allowed."""
+    if optional and value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        what = "a positive int" if least == 1 else f"an int from {least} on"
+        raise ArgumentError(f"{label} must be {what}{' or None' if optional else ''}, got {value!r:.60}.")
+
+
+def check_seconds(value: Any, label: str) -> None:
+    """Raise unless `value` is a length of time."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        raise ArgumentError(f"{label} must be a positive number of seconds, got {value!r:.60}.")
+
+
 def check_function(value: Any, caller: str) -> None:
     """Raise unless `value` can be called."""
     if not callable(value):

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 
 from phalanx import _jax, state
 from phalanx._bits import fingerprint, from_bits, to_bits
-from phalanx._checks import check_choice
+from phalanx._checks import check_choice, check_int
 from phalanx._launch import in_order
 from phalanx._packs import stored_arrays
 from phalanx.checkpoint.leaves import Held
@@ -129,8 +129,7 @@ class Auditor:
     """
 
     def __init__(self, target: Any = None, *, every: int = 100, on_divergence: OnDivergence = "raise") -> None:
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise ArgumentError(f"Auditor: every must be a positive int, got {every!r:.60}.")
+        check_int(every, "Auditor: every")
         check_choice(on_divergence, "Auditor: on_divergence", ("raise", "repair"))
         self.target = target
         self.audits = 0

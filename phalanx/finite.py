@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from phalanx import _jax, state
-from phalanx._checks import as_array, check_choice, counterparts, take_apart
+from phalanx._checks import as_array, check_choice, check_int, counterparts, take_apart
 from phalanx._launch import in_order
 from phalanx.checkpoint.objects import Parts, register
 from phalanx.distribute.collectives import all_reduce, check_op
@@ -83,8 +83,7 @@ class NonFiniteGuard:
             )
         check_choice(policy, "NonFiniteGuard: policy", ("raise", "skip", "rescale"))
         for name, value in (("every", every), ("growth_steps", growth_steps)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ArgumentError(f"NonFiniteGuard: {name} must be a positive int, got {value!r:.60}.")
+            check_int(value, f"NonFiniteGuard: {name}")
         if isinstance(initial_scale, bool) or not isinstance(initial_scale, (int, float)) or not initial_scale >= 1:
             raise ArgumentError(f"NonFiniteGuard: initial_scale must be a number from 1 on, got {initial_scale!r:.60}.")
         self.optimizer = optimizer
@@ -117,6 +116,10 @@ class NonFiniteGuard:
     def scale(self) -> float:
         """The loss scale."""
         return float(self._scale.value)
+
+    def build(self, variables: Iterable[Any]) -> None:
+        """Make the optimizer's state for these variables, before the first step: for a checkpoint that is restored."""
+        self.optimizer.build(list(variables))
 
     # ---- in the step ----
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from slices import needs_libtpu
 
+import phalanx as px
 from phalanx.cli import main
 
 EXAMPLE = """
@@ -29,6 +30,7 @@ class Trainer:
     train = px.function(lambda self, x: x * 2)
 
 trainer = Trainer()
+fixed = jax.jit(lambda x: x + jnp.ones((8, 4)))
 huge = jax.jit(lambda x: jnp.ones((2**19, 2**16)) + x)
 
 if __name__ == "__main__":
@@ -79,7 +81,12 @@ def test_wrong_calls_are_2_and_say_what_is_wrong(file, tmp_path, capsys):
         (["preflight"], "needs a step"),
         (["preflight", f"{file}:step"], "--topology or --compare"),
         (["preflight", f"{file}:step", "--topology", "v9"], "not known"),
-        (["preflight", f"{file}:step", "--topology", "cpu:1"], "needs example arguments"),
+        (["preflight", f"{file}:step", "--topology", "cpu:1"], "--arg for each, or a function preflight_step in"),
+        (["preflight", f"{file}:known", "--compare", "cpu:1,cpu:2", "--html", "r.html"], "are for one --topology"),
+        (
+            ["preflight", f"{file}:fixed", "--arg", "float32[8,4]", "--topology", "cpu:1", "--largest-batch"],
+            "cannot be lowered",
+        ),
         (["preflight", f"{file}:step", "--topology", "cpu:1", "--arg", "float32"], "not a dtype with a shape"),
         (["preflight", f"{file}:step", "--topology", "cpu:1", "--arg", "float31[3]"], "'float31' is not a dtype"),
         (["preflight", f"{file}:nothing", "--topology", "cpu:1"], "has no 'nothing'"),
@@ -94,12 +101,19 @@ def test_wrong_calls_are_2_and_say_what_is_wrong(file, tmp_path, capsys):
     assert ended.value.code == 2
 
 
+def test_the_version_can_be_asked_for(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"phalanx {px.__version__}\n"
+
+
 def test_info_says_what_there_is_and_how_to_get_what_is_missing(capsys, monkeypatch):
     from phalanx.cli import info
 
     assert main(["info"]) == 0
     out = capsys.readouterr().out
-    assert "devices    8" in out and "processes  1" in out and "jax " in out
+    assert "devices          8" in out and "processes        1" in out and "jax " in out
     version = info._version
     monkeypatch.setattr(info, "_version", lambda package: None if package == "libtpu" else version(package))
     assert main(["info"]) == 0
@@ -113,7 +127,7 @@ def test_nothing_but_our_own_words_reaches_the_terminal(file):
     environment["PYTHONPATH"] = str(Path(__file__).parents[1])
     for call in (["info"], ["preflight", f"{file}:known", "--topology", "cpu:2"]):
         done = subprocess.run(
-            [sys.executable, "-m", "phalanx.cli", *call], env=environment, capture_output=True, text=True, timeout=200
+            [sys.executable, "-m", "phalanx", *call], env=environment, capture_output=True, text=True, timeout=200
         )
         assert done.returncode == 0 and done.stderr == "", done.stderr
         assert not any(word in done.stdout for word in ("WARNING", "E0000", "libtpu.so", "TPU_"))

@@ -220,3 +220,21 @@ def test_a_message_of_one_reaches_all(port):
         thread.join(10)
         assert not thread.is_alive()
     close(*rolls)
+
+
+def test_the_first_that_waits_at_the_end_says_for_whom_also_when_it_is_not_process_0(port, capsys):
+    rolls = all_call(*(lambda i=i: call(i, 3, port) for i in range(3)))
+    lines = [Lifeline(roll, i, heartbeat=30.0) for i, roll in enumerate(rolls)]
+    for line in lines:
+        line.start()
+    threads = [threading.Thread(target=line.finish, args=(1.0,)) for line in lines]
+    for thread in threads[1:]:
+        thread.start()
+    time.sleep(2.0)
+    threads[0].start()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("phalanx: process 1 has finished and waits for process 0")
+    close(*rolls)

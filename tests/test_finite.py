@@ -239,7 +239,7 @@ def test_a_guard_is_kept_in_checkpoints_with_its_optimizer_and_scale(tmp_path):
     def make():
         w = px.Variable(1.0, name="w")
         guard = px.NonFiniteGuard(px.Optimizer(optax.adam(0.1)), "rescale", initial_scale=64)
-        guard.optimizer.build([w])
+        guard.build([w])
         return w, guard
 
     w, guard = make()

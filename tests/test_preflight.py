@@ -209,6 +209,12 @@ def test_plain_jitted_functions_keep_their_shardings():
         px.preflight(jax.jit(lambda w, x: x @ w), w, x, topology="cpu:8")
 
 
+def test_the_batch_of_a_plain_jitted_function_is_in_its_last_argument():
+    w, x = jax.ShapeDtypeStruct((64, 128), jnp.float32), jax.ShapeDtypeStruct((32, 64), jnp.float32)
+    report = px.preflight(jax.jit(lambda w, x: (x @ w).sum()), w, x, topology="cpu:1", global_batch=16)
+    assert report.global_batch == 16 and report.bytes.inputs == nbytes((64, 128), (16, 64))
+
+
 def test_a_jitted_function_for_more_devices_than_there_are_is_refused():
     devices = jax.sharding.NamedSharding(jax.make_mesh((8,), ("d",)), jax.sharding.PartitionSpec("d"))
     fixed = jax.jit(lambda x: x * 2, in_shardings=devices)
@@ -273,7 +279,7 @@ def test_too_large_a_batch_does_not_fit_and_the_largest_that_does_is_found(too_l
     batch = too_large.largest_batch_that_fits
     assert batch % 4 == 0 and 4 <= batch < too_large.global_batch
     assert too_large._again(too_large.target, batch).fits
-    assert not too_large._again(too_large.target, batch + 4).fits
+    assert not too_large._again(too_large.target, (batch // 4 * 65 // 64 + 1) * 4).fits
     assert f"batch {batch} fits" in too_large.message and "of 15.75 GiB" in too_large.message
     assert too_large.bytes.total > too_large.bytes.available
 

@@ -48,6 +48,12 @@ def test_the_training_step_of_a_model_is_compiled():
     model.fit(np.ones((32, 16)), np.zeros(32), batch_size=32, verbose=0)
 
 
+def test_a_model_that_is_taken_for_a_step_is_told_apart():
+    for model in (keras.Sequential([keras.layers.Dense(1)]), classifier(px.Mirrored())):
+        with pytest.raises(px.errors.ArgumentTypeError, match=r"replicate\(model, strategy\)\.preflight"):
+            px.preflight(model, topology="cpu:1")
+
+
 def test_an_abstract_model_takes_no_memory_and_needs_the_same():
     strategy = px.Mirrored()
     with px.abstract():

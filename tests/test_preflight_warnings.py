@@ -139,3 +139,26 @@ def test_products_that_are_mostly_padding():
     found = only(warnings_of(px.function(step), f32(64, 130), f32(130, 10), topology="v5e:1x1"), "padding")
     assert "64x130 and 130x10" in found.message and found.line == line_with(step, "x @ w")
     assert warnings_of(px.function(step), f32(64, 128), f32(128, 256), topology="v5e:1x1") == []
+
+
+def test_pythons_own_frames_are_no_line_of_the_users():
+    from phalanx.preflight.hlo import Instruction, Module
+
+    # Where a step is started by the command line, the outermost frames are of runpy.
+    text = """HloModule step
+
+FileNames
+1 "<frozen runpy>"
+2 "/lib/site-packages/keras/core.py"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=88}
+2 {file_name_id=2 function_name_id=1 line=387}
+
+StackFrames
+1 {file_location_id=1}
+2 {file_location_id=2 parent_frame_id=2}
+
+"""
+    called = Instruction("all-reduce", "f32[]", "all-reduce", (), "stack_frame_id=2")
+    assert Module(text).line_of(called) == "keras/core.py:387"

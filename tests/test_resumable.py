@@ -114,7 +114,7 @@ def test_a_break_keeps_what_was_saved(tmp_path):
         ((3, px.Checkpoint()), {}, ArgumentTypeError, "data must be something to iterate, got int 3"),
         (([1], {"w": 1}), {}, ArgumentTypeError, r"takes a px.Checkpoint\(name=object, ...\), got dict"),
         (([1], px.Checkpoint()), {"epochs": 0}, ArgumentError, "epochs must be a positive int, got 0"),
-        (([1], px.Checkpoint()), {"every": 1.5}, ArgumentError, "every must be a positive int, got 1.5"),
+        (([1], px.Checkpoint()), {"every": 1.5}, ArgumentError, "every must be a positive int or None, got 1.5"),
         (([1], px.Checkpoint()), {"keep": 0}, ArgumentError, "keep must be a positive int or None"),
     ],
 )

@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from phalanx._checks import check_flag
+from phalanx._checks import check_flag, check_int, check_seconds
 from phalanx.checkpoint import files
 from phalanx.checkpoint.checkpoint import Checkpoint, Restoring, Snapshot, contents_of, describe, in_eager_code, take
 from phalanx.checkpoint.together import Processes
@@ -67,10 +67,8 @@ class CheckpointManager:
         if not isinstance(directory, (str, os.PathLike)):
             raise ArgumentTypeError(f"CheckpointManager: directory must be a path, got {directory!r:.60}.")
         for name, value in (("keep", keep), ("every", every)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ArgumentError(f"CheckpointManager: {name} must be a positive int or None, got {value!r:.60}.")
-        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
-            raise ArgumentError(f"CheckpointManager: timeout must be a positive number, got {timeout!r:.60}.")
+            check_int(value, f"CheckpointManager: {name}", optional=True)
+        check_seconds(timeout, "CheckpointManager: timeout")
         files.load_orbax()
         self._directory = Path(directory).absolute()
         self._keep = keep
@@ -132,8 +130,8 @@ class CheckpointManager:
                 and the older checkpoints are whole.
             StrategyError: in a traced function or a replica, or when another process does not come to save.
         """
-        _check_checkpoint(checkpoint, "save")
-        _check_step(step, "save")
+        check_checkpoint(checkpoint, "save")
+        check_int(step, "save: step", 0)
         check_flag(force, "save: force")
         if self._every is not None and step % self._every and not force:
             return False
@@ -249,7 +247,7 @@ class CheckpointManager:
             ArgumentError: when an object has no variables yet.
             StrategyError: in a traced function or a replica, or when another process does not come to restore.
         """
-        _check_checkpoint(checkpoint, "restore_latest")
+        check_checkpoint(checkpoint, "restore_latest")
         check_flag(partial, "restore_latest: partial")
         with in_eager_code("restored"):
             contents = contents_of(checkpoint)  # also when nothing is there: what is not built shows in the first run
@@ -262,13 +260,18 @@ class CheckpointManager:
     def restore(self, checkpoint: Checkpoint, step: int, *, partial: bool = False) -> None:
         """As `restore_latest`, from the checkpoint of another step.
 
+        Args:
+            checkpoint: see `restore_latest`.
+            step: one of `steps`.
+            partial: see `restore_latest`.
+
         Raises:
             ArgumentError: when there is none of that step.
             CheckpointError: see `restore_latest`.
             StrategyError: see `restore_latest`.
         """
-        _check_checkpoint(checkpoint, "restore")
-        _check_step(step, "restore")
+        check_checkpoint(checkpoint, "restore")
+        check_int(step, "restore: step", 0)
         check_flag(partial, "restore: partial")
         with in_eager_code("restored"):
             contents = contents_of(checkpoint)
@@ -359,13 +362,9 @@ def _check_match(restoring: Restoring, folder: Path, partial: bool) -> None:
         logger.warning("checkpoint %s was restored in part:\n%s", folder, describe(missing, extra))
 
 
-def _check_checkpoint(checkpoint: Any, caller: str) -> None:
+def check_checkpoint(checkpoint: Any, caller: str) -> None:
+    """Raise unless it is one."""
     if not isinstance(checkpoint, Checkpoint):
         raise ArgumentTypeError(
             f"{caller} takes a px.Checkpoint(name=object, ...), got {type(checkpoint).__name__} {checkpoint!r:.60}."
         )
-
-
-def _check_step(step: Any, caller: str) -> None:
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise ArgumentError(f"{caller}: step must be an int from 0 on, got {step!r:.60}.")

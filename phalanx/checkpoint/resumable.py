@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NoReturn
 
+from phalanx._checks import check_int
 from phalanx.checkpoint.checkpoint import Checkpoint
-from phalanx.checkpoint.manager import CheckpointManager
+from phalanx.checkpoint.manager import CheckpointManager, check_checkpoint
 from phalanx.checkpoint.randomness import GlobalRandom
 from phalanx.cluster.exits import EXIT_PREEMPTED
 from phalanx.cluster.preemption import Preempted, preemption
-from phalanx.errors import ArgumentError, ArgumentTypeError
+from phalanx.errors import ArgumentTypeError
 
 logger = logging.getLogger("phalanx")
 
@@ -83,13 +84,9 @@ def resumable(
         raise ArgumentTypeError(
             f"resumable: data must be something to iterate, got {type(data).__name__} {data!r:.60}."
         )
-    if not isinstance(checkpoint, Checkpoint):
-        raise ArgumentTypeError(
-            f"resumable takes a px.Checkpoint(name=object, ...), got {type(checkpoint).__name__} {checkpoint!r:.60}."
-        )
-    for name, value in (("epochs", epochs), ("every", 1 if every is None else every)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ArgumentError(f"resumable: {name} must be a positive int, got {value!r:.60}.")
+    check_checkpoint(checkpoint, "resumable")
+    check_int(epochs, "resumable: epochs")
+    check_int(every, "resumable: every", optional=True)
     if not hasattr(data, "state_dict"):
         data = _Counted(data)
     return _steps(CheckpointManager(directory, keep=keep), data, checkpoint, epochs, every)

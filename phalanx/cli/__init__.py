@@ -7,6 +7,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from phalanx import __version__
+
 COMMANDS = ("info", "launch", "preflight", "profile", "run")
 """Modules of this package, each with ``HELP``, ``add_arguments(parser)`` and ``run(options) -> exit code``."""
 
@@ -16,6 +18,7 @@ USAGE_ERROR = 2
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand; the exit code is its own, 2 where it was called in a wrong way."""
     parser = argparse.ArgumentParser(prog="phalanx", description="Training steps written for one device, on many.")
+    parser.add_argument("--version", action="version", version=f"phalanx {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name in COMMANDS:
         module = importlib.import_module(f"phalanx.cli.{name}")

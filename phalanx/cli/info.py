@@ -12,6 +12,7 @@ _PACKAGES = {
     "jax": "",
     "jaxlib": "",
     "optax": "",
+    "orbax-checkpoint": "pip install 'phalanx[checkpoint]'  for checkpoints",
     "keras": "pip install 'phalanx[keras]'  for Keras models",
     "libtpu": "pip install 'phalanx[preflight]'  to compile for TPUs that are not here",
     "rich": "pip install 'phalanx[preflight]'  for tables in reports",
@@ -28,28 +29,27 @@ def run(options: argparse.Namespace) -> int:
     import jax
 
     import phalanx
-    from phalanx.preflight.chips import CHIPS
-    from phalanx.preflight.targets import _KINDS
+    from phalanx.preflight.targets import chip_of
 
     devices = jax.devices()
     print(f"phalanx {phalanx.__version__} on Python {platform.python_version()}, {platform.platform()}")
-    print(f"platform   {devices[0].platform} ({devices[0].device_kind})")
-    print(f"processes  {jax.process_count()}")
-    print(f"devices    {len(devices)}, {len(jax.local_devices())} of them in this process")
+    print(f"platform         {devices[0].platform} ({devices[0].device_kind})")
+    print(f"processes        {jax.process_count()}")
+    print(f"devices          {len(devices)}, {len(jax.local_devices())} of them in this process")
     stats = devices[0].memory_stats() or {}
     limit = stats.get("bytes_limit")
-    print(f"memory     {'not known' if limit is None else f'{limit / 2**30:.1f} GiB'} for a device")
+    print(f"memory           {'not known' if limit is None else f'{limit / 2**30:.1f} GiB for a device'}")
     coords = [d.coords for d in devices if hasattr(d, "coords")]
     if coords:
         shape = "x".join(str(max(c[i] for c in coords) + 1) for i in range(len(coords[0])))
-        chip = CHIPS.get(_KINDS.get(devices[0].device_kind, ""))
-        print(f"topology   {chip.name if chip else devices[0].device_kind}:{shape}")
+        chip = chip_of(devices[0])
+        print(f"topology         {chip.name if chip else devices[0].device_kind}:{shape}")
     else:
-        print("topology   none")
+        print("topology         none")
     missing = []
     for package, remedy in _PACKAGES.items():
         version = _version(package)
-        print(f"{package:<10} {version or 'not installed'}")
+        print(f"{package:<16} {version or 'not installed'}")
         if version is None:
             missing.append(remedy)
     if missing:

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         if value < least:
             return usage_error(f"{name} must be at least {least}, got {value}.")
     try:
-        command = python_command(args.script, args.arguments)
+        command = python_command(args)
     except ArgumentError as error:
         return usage_error(error)
     return Launcher(args, command).run()

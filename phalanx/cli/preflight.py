@@ -19,8 +19,11 @@ HELP = "compile a training step for a TPU slice that is not here; exit code 0: i
 _NOTE = """\
 STEP is FILE:NAME. NAME is a px.function, a function that calls strategy.run, a jitted function, or a replicated and
 compiled Keras model, found in the file after it was run (not as a script: what stands under `if __name__ ==
-"__main__"` does not run). It may be a method, NAME.METHOD. Where the file has a function preflight_NAME, it is called
-with the global batch (or nothing) and returns the step and its example arguments, (step, *arguments).
+"__main__"` does not run). It may be a method, NAME.METHOD.
+
+Its example arguments are one --arg for each, or those with which the file has called it. Where one is a tuple or a
+dict, write a function preflight_NAME in the file: it is called with the global batch (or nothing), and returns the
+step and its example arguments, (step, *arguments).
 
 Examples:
   phalanx preflight train.py:step --topology v5e:4x4 --global-batch 1024 --html report.html
@@ -61,6 +64,8 @@ def run(options: argparse.Namespace) -> int:
         return usage_error("preflight needs a step, FILE:NAME; or --topology list.")
     if bool(options.topology) == bool(options.compare):
         return usage_error("preflight needs either --topology or --compare.")
+    if options.compare and (options.html or options.json or options.largest_batch or options.scaling):
+        return usage_error("--html, --json, --largest-batch and --scaling are for one --topology.")
     # Nothing runs on accelerators here, and opening one would keep it from those who train.
     if not re.match(r"gpu|cuda|rocm", options.topology or options.compare):
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -69,12 +74,12 @@ def run(options: argparse.Namespace) -> int:
         args = [*args, *map(_argument, options.arg)]
         names = options.compare.split(",") if options.compare else [options.topology]
         reports = [_report(step, args, name, options) for name in names]
+        if options.compare:
+            print_comparison(reports)
+        else:
+            _print_one(reports[0], options)
     except (PhalanxError, NoSuchStepError) as error:
         return usage_error(error)
-    if options.compare:
-        print_comparison(reports)
-    else:
-        _print_one(reports[0], options)
     return 0 if all(r.fits for r in reports) else 1
 
 
@@ -124,6 +129,8 @@ def _report(step: Any, args: list[Any], topology: str, options: argparse.Namespa
 
 
 def _print_one(report: Report, options: argparse.Namespace) -> None:
+    from phalanx.preflight.batches import LIMIT
+
     if options.largest_batch:
         _ = report.largest_batch_that_fits
     if options.scaling:
@@ -133,7 +140,9 @@ def _print_one(report: Report, options: argparse.Namespace) -> None:
     else:
         print(report)
         if options.largest_batch:
-            print(f"\nlargest global batch that fits: {report.largest_batch_that_fits}")
+            largest = report.largest_batch_that_fits
+            ended = largest == LIMIT * report.num_devices
+            print(f"\nlargest global batch that fits: {largest}{', and more: the search ended there' if ended else ''}")
         if options.json:
             Path(options.json).write_text(report.to_json())
     if options.html:

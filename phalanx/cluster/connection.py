@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from phalanx import _jax
+from phalanx._checks import check_seconds
 from phalanx.cluster.lifeline import Lifeline, end_process
 from phalanx.cluster.preemption import preemption
 from phalanx.cluster.randomness import settle_seed
@@ -74,6 +75,8 @@ def connect(
     Raises:
         ClusterError: when settings are missing, broken or contradictory, when a process does not come (it is
             named), or when JAX has opened its devices already.
+        ArgumentError: for a `timeout` or `heartbeat` that is no positive number, or a `seed` that NumPy does not take.
+        ArgumentTypeError: for something that is no resolver.
 
     Example:
         >>> print(px.connect())
@@ -81,8 +84,7 @@ def connect(
     """
     global _connection
     for name, seconds in (("timeout", timeout), ("heartbeat", heartbeat)):
-        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
-            raise ArgumentError(f"px.connect: {name} must be a positive number of seconds, got {seconds!r:.60}.")
+        check_seconds(seconds, f"px.connect: {name}")
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32):
         raise ArgumentError(f"px.connect: seed must be an int from 0 to 2**32 - 1, got {seed!r:.60}.")
     if resolver is not None and not callable(getattr(resolver, "resolve", None)):

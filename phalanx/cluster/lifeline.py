@@ -125,9 +125,11 @@ class Lifeline:
         if self._failed:
             return
         self.tell("finished")
-        if not self._all_finished.wait(told) and self.me == 0:
+        # One says it for all. It need not be process 0: that one may wait in a collective for those that have left.
+        if not self._all_finished.wait(told) and self.me == min(self._finished):
             late = [str(m) for m in self.members if m.process_id not in self._finished]
-            sys.stderr.write(f"phalanx: process 0 has finished and waits for {', '.join(late)}\n")
+            sys.stderr.write(f"phalanx: process {self.me} has finished and waits for {', '.join(late)}\n")
+            sys.stderr.flush()
         self._all_finished.wait()
 
     def wait_for_blame(self) -> None:

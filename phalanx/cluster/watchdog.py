@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Any, TypeVar
 
+from phalanx._checks import check_seconds
 from phalanx.cluster.connection import lifeline
 from phalanx.cluster.exits import EXIT_STUCK
 from phalanx.cluster.lifeline import end_process
-from phalanx.errors import ArgumentError
 
 T = TypeVar("T")
 
@@ -46,10 +46,7 @@ class Watchdog:
     _FIRST = 10
 
     def __init__(self, step_timeout: float) -> None:
-        if isinstance(step_timeout, bool) or not isinstance(step_timeout, (int, float)) or not step_timeout > 0:
-            raise ArgumentError(
-                f"Watchdog: step_timeout must be a positive number of seconds, got {step_timeout!r:.60}."
-            )
+        check_seconds(step_timeout, "Watchdog: step_timeout")
         self._limit = float(step_timeout)
         self.steps = 0
         """Finished ones."""

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import jax
 
-from phalanx._checks import check_choice
+from phalanx._checks import check_choice, check_int
 from phalanx.abstract import abstract
 from phalanx.checkpoint.manager import CheckpointManager
 from phalanx.cluster.preemption import Preempted, preemption
@@ -113,8 +113,7 @@ class Loops:
         Raises:
             ArgumentError: for `accumulate_steps` that is no positive int, or averages that are not there.
         """
-        if isinstance(accumulate_steps, bool) or not isinstance(accumulate_steps, int) or accumulate_steps < 1:
-            raise ArgumentError(f"fit: accumulate_steps must be a positive int, got {accumulate_steps!r}.")
+        check_int(accumulate_steps, "fit: accumulate_steps")
         check_choice(validate_with, "fit: validate_with", ("weights", "ema"))
         given = _arguments(super().fit, args, kwargs)  # type: ignore[misc]
         if given["validation_split"] and given["validation_data"] is None:

@@ -9,7 +9,7 @@ from typing import Any, get_args
 import jax
 
 from phalanx import state
-from phalanx._checks import check_choice, check_function
+from phalanx._checks import check_choice, check_function, check_int, check_seconds, packages
 from phalanx._methods import BoundFunction
 from phalanx.distribute.strategy import Strategy
 from phalanx.errors import ArgumentError, ArgumentTypeError, StrategyError
@@ -43,7 +43,8 @@ def preflight(
         args: example arguments: arrays, or ``jax.ShapeDtypeStruct``, with the shapes of all replicas together.
             Where the step uses a strategy, those with as many rows as the first one are split over the replicas,
             as a distributed dataset would; the others reach all of them whole. Elements of a distributed dataset
-            will do. A function with an ``input_signature`` needs none.
+            will do. A function with an ``input_signature`` needs none. What ``jax.jit`` made takes its weights as
+            arguments too: there the batch is the last argument with rows, and those that have as many.
         topology: a TPU slice such as ``"v5e:4x4"`` (``phalanx preflight --topology list`` shows them), or devices
             that are present, ``"gpu:1"``, or any number of CPU devices, ``"cpu:8"``. Default: the strategy's own.
         strategy: the one that the step uses; found by itself where it is used in the step.
@@ -57,6 +58,7 @@ def preflight(
     Raises:
         StrategyError: in a traced function or a replica.
         ArgumentError: for a topology that is not known, or no arguments where some are needed.
+        ArgumentTypeError: for what is no function, or cannot be traced and lowered.
         UnevenBatchError: when the batch does not divide by the replicas.
         CompilationError: when the compiler is not installed; it says which package has it.
 
@@ -74,7 +76,7 @@ def preflight(
         raise StrategyError("px.preflight is called in a traced function or a replica. Call it outside.")
     if strategy is not None and not isinstance(strategy, Strategy):
         raise ArgumentTypeError(f"preflight: strategy must be a strategy such as px.Mirrored(), got {strategy!r:.60}.")
-    _check_positive(global_batch, "global_batch")
+    check_int(global_batch, "preflight: global_batch", optional=True)
     if topology is not None:
         targets.find(topology, num_slices)
     if not args and not kwargs:
@@ -92,8 +94,7 @@ def settings(timeout: float, effort: Effort) -> Settings:
     Raises:
         ArgumentError: for a timeout that is no positive number, or an effort that is not known.
     """
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
-        raise ArgumentError(f"preflight: timeout must be a positive number of seconds, got {timeout!r:.60}.")
+    check_seconds(timeout, "preflight: timeout")
     check_choice(effort, "preflight: effort", get_args(Effort))
     return Settings(timeout, effort)
 
@@ -107,11 +108,6 @@ def report_on(step: VariableStep | JittedStep, target: Target, global_batch: int
         return Report(program, other, compiler.run(program.lowered, other, settings), again, settings)
 
     return again(target, global_batch)
-
-
-def _check_positive(value: Any, name: str) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise ArgumentError(f"preflight: {name} must be a positive int, got {value!r:.60}.")
 
 
 def _target(topology: str | None, num_slices: int, step: VariableStep | JittedStep) -> Target:
@@ -134,6 +130,11 @@ def own_target(strategy: Strategy | None) -> Target:
 
 def _known_arguments(fn: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Example arguments where none were given."""
+    if "keras" in packages(fn):
+        raise ArgumentTypeError(
+            "preflight: a Keras model by itself is no training step. After compile(), call"
+            " px.keras.replicate(model, strategy).preflight(...)."
+        )
     function = fn._function if isinstance(fn, BoundFunction) else fn
     known = function.known_arguments if isinstance(function, Function) else None
     if known is not None:
@@ -141,10 +142,12 @@ def _known_arguments(fn: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     try:
         inspect.signature(fn).bind()
     except TypeError as error:
+        name = getattr(fn, "__name__", "the function")
         raise ArgumentError(
-            f"preflight: {getattr(fn, '__name__', 'the function')} needs example arguments ({error}): arrays, or"
-            " jax.ShapeDtypeStruct(shape, dtype) with the shapes of all replicas together. A px.function with an"
-            " input_signature, or one that has been called, needs none."
+            f"preflight: {name} needs example arguments ({error}): arrays, or jax.ShapeDtypeStruct(shape, dtype) with"
+            " the shapes of all replicas together; on the command line --arg for each, or a function"
+            f" preflight_{name} in the file. A px.function with an input_signature, or one that has been called, needs"
+            " none."
         ) from None
     except ValueError:  # builtins
         pass

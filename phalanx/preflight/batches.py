@@ -7,12 +7,15 @@ from collections.abc import Callable
 LIMIT = 2**20
 """Rows for each replica at which the search ends."""
 
+_FINENESS = 64
+"""The search ends when it knows the largest batch but for this part of it: each trial compiles the step."""
+
 
 def largest(needed: Callable[[int], tuple[bool, int]], start: int, available: int | None) -> int:
-    """The largest number of rows r with ``needed(r)[0]``, of which more need more memory; 0 when 1 does not fit.
+    """About the largest number of rows r with ``needed(r)[0]``, of which more need more memory; 0 when 1 does not fit.
 
     Memory grows about linearly with the rows, so that a straight line through two trials often hits the spot; it
-    is bisection all the same, and ends when r fits and r + 1 does not.
+    is bisection all the same. r fits, and what is larger by a 64th (of few rows: by one) does not.
 
     Args:
         needed: tries a number of rows; whether it fits, and the bytes it needs.
@@ -27,15 +30,19 @@ def largest(needed: Callable[[int], tuple[bool, int]], start: int, available: in
         return tried[rows][0]
 
     low, high = 0, LIMIT + 1
+
+    def step() -> int:
+        return max(1, low // _FINENESS) if high <= LIMIT else 1
+
     rows = min(max(1, start), LIMIT)
-    while high - low > 1:
+    while high - low > step():
         if fits(rows):
             low = rows
         else:
             high = rows
         guess = _on_a_line(tried, low, high, available)
         # Close to the line both sides are tried; far from it halving is what is left.
-        rows = min(max(guess, low + 1), high - 1)
+        rows = min(max(guess, low + step()), high - step())
         if len(tried) > 4 and high - low > 2:
             rows = (low + high) // 2 if high <= LIMIT else min(2 * low, LIMIT)
     return low

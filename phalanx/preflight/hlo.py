@@ -366,7 +366,7 @@ class _Frames:
             place, frame = self._frames[frame]
             lines.append(self._places.get(place, ("", "")))
         known = [(file, line) for file, line in lines if file]
-        own = [(file, line) for file, line in known if "site-packages" not in file]
+        own = [(file, line) for file, line in known if "site-packages" not in file and not file.startswith("<frozen")]
         file, line = (own or known or [("", "")])[0]
         return f"{_jax.short_path(file)}:{line}".strip(":")
 

@@ -278,7 +278,9 @@ class JittedStep:
         self._fn = fn
         self._args, self._kwargs = args, kwargs
         self.name = getattr(fn, "__name__", "function")
-        self.rows = next((r for r in map(_rows, jax.tree.leaves((args, kwargs))) if r is not None), None)
+        # Weights come first as JAX programs are written, and the batch last.
+        arguments = reversed([*args, *kwargs.values()])
+        self.rows = next((r for a in arguments for r in map(_rows, jax.tree.leaves(a)) if r is not None), None)
 
     def prepare(self, target: Target, global_batch: int | None = None) -> Program:
         """The program for a target: with the arguments' shardings, on a mesh of its devices."""

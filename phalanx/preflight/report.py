@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from phalanx.errors import PhalanxError
 from phalanx.preflight import estimate, hlo, operations
 from phalanx.preflight.checks import Evidence, Warning, all_warnings, human, layer_of
 from phalanx.preflight.compiler import Settings
@@ -84,8 +85,16 @@ class Report:
         """That the step runs on."""
         self.global_batch = program.global_batch
         """Rows of all devices, in a step."""
-        self._module = hlo.Module(outcome.hlo) if outcome.compiles else None
-        self._operations = operations.of(program.jaxpr, program.num_devices)
+
+    # Read when they are asked for: most trials of a search for a batch are asked for their memory alone.
+
+    @functools.cached_property
+    def _module(self) -> hlo.Module | None:
+        return hlo.Module(self._outcome.hlo) if self._outcome.compiles else None
+
+    @functools.cached_property
+    def _operations(self) -> operations.Operations:
+        return operations.of(self._program.jaxpr, self._program.num_devices)
 
     # ---- the verdict ----
 
@@ -124,7 +133,10 @@ class Report:
         return f"It does not fit: {need}; {self._which_fits()}.{cause if self.largest_buffers else ''}"
 
     def _which_fits(self) -> str:
-        batch = self.largest_batch_that_fits
+        try:
+            batch = self.largest_batch_that_fits
+        except PhalanxError as error:  # the sizes of the step's arguments depend on each other
+            return f"which batch fits could not be found ({error})"
         if batch is None:
             return "it has no batch to make smaller"
         return f"batch {batch} fits" if batch else "not even one row for each replica fits"
@@ -180,9 +192,10 @@ class Report:
 
     @functools.cached_property
     def largest_batch_that_fits(self) -> int | None:
-        """The largest global batch that fits, found by compiling for several; None without a batch.
+        """About the largest global batch that fits, found by compiling for several; None without a batch.
 
-        0 when not even one row for each replica fits. The search ends at 1,048,576 rows for each.
+        It fits, and one that is larger by a 64th (where there are few rows: by one for each replica) does not. 0 when
+        not even one row for each replica fits. The search ends at 1,048,576 rows for each.
         """
         from phalanx.preflight.batches import largest
 

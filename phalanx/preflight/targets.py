@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from phalanx import _jax
+from phalanx._checks import check_int
 from phalanx.errors import ArgumentError, ArgumentTypeError, DeviceError
 from phalanx.preflight.chips import CHIPS, Chip
 
@@ -114,8 +115,7 @@ def find(name: str, num_slices: int = 1) -> Target:
     """
     if not isinstance(name, str):
         raise ArgumentTypeError(f"topology must be a name such as 'v5e:4x4', got {name!r:.60}.")
-    if isinstance(num_slices, bool) or not isinstance(num_slices, int) or num_slices < 1:
-        raise ArgumentError(f"num_slices must be a positive int, got {num_slices!r:.60}.")
+    check_int(num_slices, "num_slices")
     plain = name.strip().lower()
     several = re.fullmatch(r"(\d+)\s*[x*]\s*([a-z].*)|(.+?)\s*\*\s*(\d+)", plain)
     if several:
@@ -144,7 +144,7 @@ def of_devices(devices: Sequence[Any]) -> Target:
     first = devices[0]
     if isinstance(first, _jax.SliceDevice):
         raise ArgumentError("The strategy is on devices that are not here already.")
-    chip = _chip_of(first)
+    chip = chip_of(first)
     return Target(
         name=f"{first.platform}:{len(devices)}",
         platform=first.platform,
@@ -169,7 +169,8 @@ _KINDS = {
 }
 
 
-def _chip_of(device: Any) -> Chip | None:
+def chip_of(device: Any) -> Chip | None:
+    """The chip that a device is of, if it is known."""
     return CHIPS.get(_KINDS.get(device.device_kind, ""))
 
 

@@ -25,7 +25,7 @@ def as_text(report: Report) -> str:
         return _plain(report)
     out = io.StringIO()
     Console(file=out, width=120, force_terminal=False).print(as_rich(report))
-    return out.getvalue().rstrip()
+    return "\n".join(line.rstrip() for line in out.getvalue().rstrip().split("\n"))  # rich fills lines up
 
 
 def as_rich(report: Report) -> Any:

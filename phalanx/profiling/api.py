@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from phalanx import _jax, state
+from phalanx._checks import check_int
 from phalanx._methods import BoundFunction
 from phalanx.errors import ArgumentError, ArgumentTypeError, StrategyError
 from phalanx.function import Function
-from phalanx.profiling.measure import Run, require_results, run, typical, wait_for
+from phalanx.profiling.measure import Run, require_results, run, wait_for
 from phalanx.profiling.report import Profile, Span
 
 _TRACED_STEPS = 4
@@ -53,8 +55,7 @@ def profile(step: Callable[[Any], Any], batches: Iterable[Any], *, steps: int = 
         raise StrategyError("profile must be called outside traced functions, replicas and tapes.")
     if not callable(step):
         raise ArgumentTypeError(f"profile: step must be a function, got {type(step).__name__} {step!r:.60}.")
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise ArgumentError(f"profile: steps must be a positive int, got {steps!r:.60}.")
+    check_int(steps, "profile: steps")
     endless = _endless(batches)
     first = _first(step, endless)
     alone = run(step, endless, steps, wait=True)
@@ -96,8 +97,8 @@ def _profile(
     waiting = sum(s.waiting for s in together.steps) / count
     compiling = sum(map(together.compiling, together.steps)) / count
     still = [s for s in alone.steps if not alone.compiling(s)] or alone.steps
-    on_device = typical([(s.done or s.returned) - s.returned for s in still])
-    calling = typical([s.calling for s in still])
+    on_device = statistics.median([(s.done or s.returned) - s.returned for s in still])
+    calling = statistics.median([s.calling for s in still])
     rest = max(0.0, whole - waiting - compiling)
     # What the devices do while Python is at the next step costs nothing; the rest is Python's.
     busy, collective = _busy(operations, len(traced.steps))
@@ -128,7 +129,7 @@ def _busy(operations: list[_jax.DeviceOperation], steps: int) -> tuple[float, fl
         by_device.setdefault(operation.device, []).append(operation)
     found = [(_covered(ops), _covered([o for o in ops if o.is_collective])) for ops in by_device.values()]
     busy, collective = max(found, default=(0.0, 0.0))
-    return busy / max(1, steps), collective / max(1, steps)
+    return busy / steps, collective / steps
 
 
 def _covered(operations: list[_jax.DeviceOperation]) -> float:
@@ -149,7 +150,7 @@ def _timeline(traced: Run, operations: list[_jax.DeviceOperation]) -> list[Span]
     for start, end in traced.compilations:
         spans.append(Span("host", "compilation", start - traced.started, end - start))
     began = min((o.start for o in operations), default=0.0)
-    offset = (traced.steps[0].got - traced.started) if traced.steps else 0.0
+    offset = traced.steps[0].got - traced.started
     for o in operations:
         spans.append(
             Span(o.device, "collectives" if o.is_collective else "compute", o.start - began + offset, o.seconds, o.name)

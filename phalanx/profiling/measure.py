@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -59,17 +58,14 @@ class Run:
 
 
 def run(step: Callable[[Any], Any], batches: Iterator[Any], count: int, *, wait: bool) -> Run:
-    """Do so many steps (fewer when the batches end), waiting for each or only for the last."""
+    """Do so many steps, waiting for each or only for the last; `batches` never ends."""
     made = Run()
     out: Any = None
     with _jax.compilations() as compilations:
         made.started = time.perf_counter()
         for _ in range(count):
             asked = time.perf_counter()
-            try:
-                batch = next(batches)
-            except StopIteration:
-                break
+            batch = next(batches)
             got = time.perf_counter()
             out = step(batch)
             returned = time.perf_counter()
@@ -98,11 +94,6 @@ def require_results(out: Any) -> None:
 def _arrays(out: Any) -> list[jax.Array]:
     leaves = jax.tree.leaves(out, is_leaf=is_per_replica)
     return [x for x in (x.stacked if is_per_replica(x) else x for x in leaves) if isinstance(x, jax.Array)]
-
-
-def typical(values: list[float]) -> float:
-    """The median, or zero of nothing."""
-    return statistics.median(values) if values else 0.0
 
 
 def _merged(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
