@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from phalanx.function import ConcreteFunction, Function
+    from phalanx._concrete import ConcreteFunction
+    from phalanx.function import Function
 
 
 class BoundFunction:

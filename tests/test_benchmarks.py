@@ -52,7 +52,9 @@ def test_the_report_says_where_and_with_what_it_was_measured(report):
 
 @pytest.mark.slow
 def test_what_was_written_by_hand_computes_what_phalanx_computes(report):
-    results = [result for result in report[0]["results"] if result["workload"] not in ("importing", "memory", "collectives")]
+    results = [
+        result for result in report[0]["results"] if result["workload"] not in ("importing", "memory", "collectives")
+    ]
     for result in results:
         first, *others = [row["check"] for row in result["candidates"]]
         assert all(map(math.isfinite, first))
