@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
+import sys
+import threading
 import time
 
 import jax
@@ -13,7 +18,7 @@ import pytest
 from slices import needs_libtpu
 
 import phalanx as px
-from phalanx.preflight import compiler
+from phalanx.preflight import compiler, html, targets
 
 ROWS, WIDE, OUT = 1024, 256, 512
 SHAPES = (jax.ShapeDtypeStruct((ROWS, WIDE), jnp.float32), jax.ShapeDtypeStruct((ROWS, OUT), jnp.float32))
@@ -161,13 +166,64 @@ def test_a_cpu_plays_any_number_of_devices(model):
     assert {c.group_size for c in report.collectives} == {2}
 
 
+def test_other_threads_see_the_strategy_as_it_is(model):
+    strategy, seen = model.strategy, []
+
+    def step(x):
+        other = threading.Thread(target=lambda: seen.append((strategy.num_replicas, strategy.mesh.size)))
+        other.start()
+        other.join()
+        return strategy.reduce("sum", strategy.run(lambda x: x.sum(), (x,)))
+
+    report = px.preflight(step, jax.ShapeDtypeStruct((8, 2), jnp.float32), topology="cpu:2")
+    assert report.num_devices == 2 and set(seen) == {(8, 8)}
+
+
+def test_inside_of_abstract_it_is_refused(model):
+    with pytest.raises(px.errors.StrategyError, match=r"called in px\.abstract\(\)\. Call it outside"), px.abstract():
+        px.preflight(model.step, *SHAPES, topology="cpu:2")
+
+
+def test_narrow_numbers_share_a_byte_and_keys_have_the_size_of_theirs():
+    step = px.function(lambda *args: [jax.random.bits(x) if x.ndim == 0 else x for x in args])
+    for given, size in [
+        (jax.ShapeDtypeStruct((8, 5), jnp.int4), 20),
+        (jax.ShapeDtypeStruct((8, 5), jnp.uint4), 20),
+        (jax.ShapeDtypeStruct((8, 5), jnp.float8_e4m3fn), 40),
+        (jax.ShapeDtypeStruct((8, 5), jnp.bool_), 40),
+        (jax.random.key(0, impl="threefry2x32"), 8),
+        (jax.random.key(0, impl="rbg"), 16),
+    ]:
+        b = px.preflight(step, given, topology="cpu:1").bytes
+        assert b.inputs == size, given
+        assert b.total == b.inputs + b.padding + b.outputs + b.temp + b.code
+
+
+def test_variables_may_have_any_name():
+    strategy = px.Mirrored()
+    for name in ("größe/✓", 'a "quoted" one', "back\\slash", "</title><script>alert(1)</script>"):
+        w = px.Variable(jnp.ones(3), name=name)
+
+        def replica(x, w=w):
+            with px.GradientTape() as tape:
+                loss = (x * w).sum()
+            px.Optimizer(optax.sgd(0.1)).apply_gradients([(tape.gradient(loss, w), w)])
+
+        report = px.preflight(lambda x, f=replica: strategy.run(f, (x,)), np.ones((8, 3), "float32"), topology="cpu:2")
+        assert [c.source for c in report.collectives] == [f"gradient of {name}"]
+        assert f"gradient of {name}" in str(report) or len(name) > 20
+        assert "<script" not in html.page(report)
+
+
 def test_without_a_topology_the_strategys_own_devices_are_meant(model):
     assert px.preflight(model.step, *SHAPES).topology == "cpu:8"
 
 
 def test_a_batch_that_does_not_divide_is_refused(model):
-    with pytest.raises(px.errors.UnevenBatchError, match="1000 rows does not divide by the 16 replicas"):
-        px.preflight(model.step, *SHAPES, topology="v5e:4x4", global_batch=1000)
+    for rows, nearest in [(1000, "The nearest that do: 992 and 1008."), (3, "The nearest that do: 16.")]:
+        text = f"{rows} rows does not divide by the 16 replicas of v5e:4x4. {nearest}"
+        with pytest.raises(px.errors.UnevenBatchError, match=re.escape(text)):
+            px.preflight(model.step, *SHAPES, topology="v5e:4x4", global_batch=rows)
 
 
 def test_arguments_are_asked_for_where_none_are_known():
@@ -228,6 +284,25 @@ def test_a_hang_of_the_compiler_is_cut_short(model):
     report = px.preflight(model.step, *SHAPES, topology="cpu:1", timeout=0.05)
     assert not report.compiles and report.verdict == "fails" and "did not finish within 0.05 s" in report.message
     assert time.monotonic() - start < 60
+
+
+def test_a_compiler_that_is_killed_is_reported(model, monkeypatch):
+    monkeypatch.setattr(compiler, "_PROGRAM", "import os; os.kill(os.getpid(), 9)")
+    report = px.preflight(model.step, *SHAPES, topology="cpu:1")
+    assert "crashed (SIGKILL). This machine may have too little memory for it. It printed nothing." in report.message
+    assert json.loads(report.to_json())["verdict"] == "fails" and report.compile_seconds > 0
+    assert report.scaling == [] and report.largest_batch_that_fits is None
+
+
+def test_the_compiler_ends_with_the_process_that_asked(tmp_path):
+    folder = tmp_path / "asked"
+    folder.mkdir()
+    os.mkfifo(folder / "request")  # nothing comes, so that it would wait for ever
+    names = [str(folder / name) for name in ("request", "answer")]
+    environment = compiler._environment(targets.find("cpu:1"), str(folder))
+    child = subprocess.Popen([sys.executable, "-c", compiler._PROGRAM, *names], stdin=subprocess.PIPE, env=environment)
+    child.stdin.close()  # as when its other end dies
+    assert child.wait(60) == 1 and not folder.exists()
 
 
 def test_a_crash_of_the_compiler_takes_nobody_along(model, monkeypatch):

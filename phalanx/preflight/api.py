@@ -55,7 +55,7 @@ def preflight(
         kwargs: further example arguments, by name.
 
     Raises:
-        StrategyError: in a traced function or a replica.
+        StrategyError: in a traced function, a replica or `px.abstract`.
         ArgumentError: for a topology that is not known, or no arguments where some are needed.
         UnevenBatchError: when the batch does not divide by the replicas.
         CompilationError: when the compiler is not installed; it says which package has it.
@@ -71,7 +71,8 @@ def preflight(
     """
     check_function(fn, "preflight")
     if not state.top().is_eager:
-        raise StrategyError("px.preflight is called in a traced function or a replica. Call it outside.")
+        place = "a traced function or a replica" if state._stack.without_storage is None else "px.abstract()"
+        raise StrategyError(f"px.preflight is called in {place}. Call it outside.")
     if strategy is not None and not isinstance(strategy, Strategy):
         raise ArgumentTypeError(f"preflight: strategy must be a strategy such as px.Mirrored(), got {strategy!r:.60}.")
     _check_positive(global_batch, "global_batch")

@@ -12,6 +12,8 @@ from phalanx import _jax
 
 _BITS = {
     "pred": 8,
+    "s2": 2,
+    "u2": 2,
     "s4": 4,
     "u4": 4,
     "s8": 8,
@@ -32,6 +34,11 @@ _BITS = {
     "f8e5m2": 8,
     "f8e4m3": 8,
     "f8e4m3b11fnuz": 8,
+    "f8e4m3fnuz": 8,
+    "f8e5m2fnuz": 8,
+    "f8e3m4": 8,
+    "f8e8m0fnu": 8,
+    "f4e2m1fn": 4,
 }
 _ARRAY = re.compile(r"\b([a-z]+[0-9a-z]*)\[([0-9,<=]*)\]")
 _KINDS = (
@@ -43,7 +50,7 @@ _KINDS = (
     "collective-permute",
     "collective-broadcast",
 )
-_GRADIENT = re.compile(r"gradient of (.+?)(?:/psum|/reduce_sum|\"|$)")
+_GRADIENT = re.compile(r"gradient of (.+?)(?:/psum|/reduce_sum|$)", re.S)
 
 
 @dataclass(frozen=True)
@@ -216,7 +223,7 @@ def arrays(shape: str) -> list[tuple[str, tuple[int, ...]]]:
 
 def size_of(dtype: str, dims: tuple[int, ...]) -> int:
     """In bytes, without padding."""
-    return math.prod(dims) * _BITS[dtype] // 8
+    return -(-math.prod(dims) * _BITS[dtype] // 8)
 
 
 def _calls(instruction: Instruction) -> Iterator[tuple[str, int]]:
@@ -332,15 +339,23 @@ def _short(groups: str) -> str:
 
 
 def _op_name(instruction: Instruction) -> str:
-    found = re.search(r'op_name="([^"]*)"', instruction.attributes)
-    return found[1] if found else ""
+    found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', instruction.attributes)
+    return _unescaped(found[1]) if found else ""
+
+
+def _unescaped(text: str) -> str:
+    """What XLA has written in quotes: bytes of UTF-8 in octal, backslashes before quotes."""
+    return text.encode().decode("unicode_escape").encode("latin-1").decode(errors="replace") if "\\" in text else text
 
 
 class _Frames:
     """The table of call stacks in the program's text."""
 
     def __init__(self, text: str) -> None:
-        files = dict(re.findall(r'^(\d+) "(.*)"$', _section(text, "FileNames"), re.M))
+        files = {
+            number: _unescaped(file)
+            for number, file in re.findall(r'^(\d+) "(.*)"$', _section(text, "FileNames"), re.M)
+        }
         places = re.findall(
             r"^(\d+) \{file_name_id=(\d+) function_name_id=\d+ line=(\d+)", _section(text, "FileLocations"), re.M
         )

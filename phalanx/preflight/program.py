@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +24,7 @@ from phalanx.distribute.strategy import Strategy
 from phalanx.distribute.values import PerReplica, is_per_replica
 from phalanx.errors import ArgumentError, ArgumentTypeError, UnevenBatchError
 from phalanx.function import Function
+from phalanx.preflight.operations import size_of
 from phalanx.preflight.targets import Target
 from phalanx.variables import Variable, is_key
 
@@ -48,7 +48,7 @@ class Entry:
     @property
     def bytes(self) -> int:
         """On one device, without padding."""
-        return math.prod(self.shape) * (8 if is_key(self.dtype) else np.dtype(self.dtype).itemsize)
+        return size_of(self.shape, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -148,9 +148,10 @@ class VariableStep:
 
     def _check_divides(self, rows: int | None, n: int, target: Target) -> None:
         if rows is not None and rows % n:
+            nearest = " and ".join(str(n * parts) for parts in (rows // n, rows // n + 1) if parts)
             raise UnevenBatchError(
-                f"preflight: a global batch of {rows} rows does not divide by the {n} replicas of {target.label}. The next"
-                f" ones that do are {rows // n * n or n} and {(rows // n + 1) * n}."
+                f"preflight: a global batch of {rows} rows does not divide by the {n} replicas of {target.label}. The nearest"
+                f" that do: {nearest}."
             )
 
     def _lowered(self, trace: _Trace, target: Target, rows: int | None) -> Program:
