@@ -139,6 +139,43 @@ def test_every_way_of_writing_a_step_gives_the_same_program(model, report):
         assert other.global_batch == ROWS
 
 
+def test_a_step_that_takes_its_arguments_whole_gets_them_whole(model):
+    def predict(x):
+        return jnp.tanh(x @ model.w)
+
+    report = px.preflight(predict, SHAPES[0], topology="cpu:4", global_batch=64)
+    assert report.bytes.inputs == nbytes((64, WIDE)) and report.num_devices == 4
+
+    def wrong(x):
+        return x @ model.b
+
+    with pytest.raises(TypeError, match="contracting dimensions"):
+        px.preflight(wrong, SHAPES[0], topology="cpu:4")
+
+
+@needs_libtpu
+def test_what_is_exchanged_in_loops_is_counted_as_often_as_these_run():
+    strategy = px.Mirrored()
+    w = px.Variable(jnp.ones((64, 64)))
+
+    def reduced(x):
+        return px.get_replica_context().all_reduce("mean", jnp.tanh(x @ w))
+
+    def nested(x):
+        def some(x, _):
+            return px.scan(lambda x, _: (reduced(x), None), x, None, length=3)[0], None
+
+        return px.scan(some, x, None, length=4)[0]
+
+    def counted(x):
+        return px.while_loop(lambda s: s[0] < 20, lambda s: (s[0] + 3, reduced(s[1])), (2, x))[1]
+
+    for loop, topology, times in ((nested, "v5e:2x2", 12), (nested, "cpu:4", 12), (counted, "v5e:2x2", 6)):
+        step = lambda x, f=loop: strategy.reduce("mean", strategy.run(lambda x: f(x).sum(), (x,)))  # noqa: E731
+        report = px.preflight(step, jax.ShapeDtypeStruct((32, 64), jnp.float32), topology=topology)
+        assert {c.count for c in report.collectives if c.bytes == nbytes((8, 64))} == {times}, (loop, topology)
+
+
 @needs_libtpu
 def test_several_slices_reduce_over_the_data_center_network_too(model):
     report = px.preflight(model.step, *SHAPES, topology="v5e:2x2", num_slices=2)

@@ -42,8 +42,9 @@ def preflight(
             models see their method ``preflight``.
         args: example arguments: arrays, or ``jax.ShapeDtypeStruct``, with the shapes of all replicas together.
             Where the step uses a strategy, those with as many rows as the first one are split over the replicas,
-            as a distributed dataset would; the others reach all of them whole. Elements of a distributed dataset
-            will do. A function with an ``input_signature`` needs none.
+            as a distributed dataset would; the others reach all of them whole, as all do where the step computes
+            with them outside of ``strategy.run``. Elements of a distributed dataset will do. A function with an
+            ``input_signature`` needs none.
         topology: a TPU slice such as ``"v5e:4x4"`` (``phalanx preflight --topology list`` shows them), or devices
             that are present, ``"gpu:1"``, or any number of CPU devices, ``"cpu:8"``. Default: the strategy's own.
         strategy: the one that the step uses; found by itself where it is used in the step.

@@ -105,6 +105,8 @@ class VariableStep:
         self._context = state.context()
         """The scope that it is looked at in, which is that of later looks too."""
         self._settled = False
+        self._whole = False
+        """Whether the function takes the arrays among its arguments whole, outside of ``strategy.run``."""
 
     def prepare(self, target: Target, global_batch: int | None = None) -> Program:
         """The program for a target.
@@ -140,11 +142,19 @@ class VariableStep:
         self._settled = True
 
     def _trace(self, rows: int | None, n: int) -> _Trace:
-        examples = [_Example(leaf, self.rows, rows, self.strategy, n) for leaf in self._leaves]
+        splits = None if self._whole else self.strategy
+        examples = [_Example(leaf, self.rows, rows, splits, n) for leaf in self._leaves]
         args, kwargs = jax.tree.unflatten(self._structure, [e.value for e in examples])
-        traced, call = self._function.traced(*args, **kwargs)
-        split = {id(e.stacked) for e in examples if e.stacked is not None}
-        return _Trace(traced, call, [id(x) in split for x in call.inputs])
+        try:
+            traced, call = self._function.traced(*args, **kwargs)
+        except ArgumentTypeError:  # for one, that it computes with what would be split
+            if all(e.stacked is None or is_per_replica(leaf) for e, leaf in zip(examples, self._leaves)):
+                raise
+            self._whole = True
+        else:
+            split = {id(e.stacked) for e in examples if e.stacked is not None}
+            return _Trace(traced, call, [id(x) in split for x in call.inputs])
+        return self._trace(rows, n)
 
     def _check_divides(self, rows: int | None, n: int, target: Target) -> None:
         if rows is not None and rows % n:

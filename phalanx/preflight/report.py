@@ -219,7 +219,7 @@ class Report:
 
     @property
     def bytes_accessed(self) -> float:
-        """What one device's program reads and writes in a step, as XLA counts."""
+        """What one device's program reads and writes in a step, as XLA counts, which takes the body of a loop once."""
         return self._outcome.cost.get("bytes accessed", 0.0)
 
     @functools.cached_property
