@@ -154,9 +154,24 @@ def test_the_steps_are_real_ones():
         (lambda: px.profile(small_step, iter(SMALL)), ArgumentError, "give what makes it"),
         (lambda: px.profile(lambda x: None, SMALL), ArgumentError, "Return the loss"),
         (lambda: px.profile(small_step, SMALL, steps=0), ArgumentError, "steps must be a positive int, got 0"),
+        (lambda: px.profile(lambda x: [small_step(x), px.profile(small_step, SMALL, steps=1)], SMALL, steps=1), StrategyError, "profiler is in use"),
         (lambda: px.function(lambda: px.profile(small_step, SMALL))(), StrategyError, "outside traced functions"),
     ],
 )
 def test_wrong_calls(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_after_a_failure_the_next_profile_works():
+    count = []
+
+    def step(x):
+        count.append(0)
+        if len(count) == 1 + 2 + 2 + 1:  # under JAX's profiler
+            raise KeyError("of mine")
+        return small_step(x)
+
+    with pytest.raises(KeyError, match="of mine"):
+        px.profile(step, SMALL, steps=2)
+    assert px.profile(small_step, SMALL, steps=2).steps == 2

@@ -76,7 +76,7 @@ def preflight(
         raise StrategyError(f"px.preflight is called in {place}. Call it outside.")
     if strategy is not None and not isinstance(strategy, Strategy):
         raise ArgumentTypeError(f"preflight: strategy must be a strategy such as px.Mirrored(), got {strategy!r:.60}.")
-    _check_positive(global_batch, "global_batch")
+    check_rows(global_batch, "global_batch")
     if topology is not None:
         targets.find(topology, num_slices)
     if not args and not kwargs:
@@ -111,7 +111,8 @@ def report_on(step: VariableStep | JittedStep, target: Target, global_batch: int
     return again(target, global_batch)
 
 
-def _check_positive(value: Any, name: str) -> None:
+def check_rows(value: Any, name: str) -> None:
+    """Raise unless it is a number of rows, or None."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
         raise ArgumentError(f"preflight: {name} must be a positive int, got {value!r:.60}.")
 
