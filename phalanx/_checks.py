@@ -24,6 +24,12 @@ def check_choice(value: Any, label: str, known: Sequence[str]) -> None:
         raise ArgumentError(f"{label} must be one of {', '.join(map(repr, known))}, got {value!r:.60}.")
 
 
+def check_count(value: Any, label: str) -> None:
+    """Raise unless `value` is 1 or more."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ArgumentError(f"{label} must be a positive int, got {value!r:.60}.")
+
+
 def check_function(value: Any, caller: str) -> None:
     """Raise unless `value` can be called."""
     if not callable(value):

@@ -201,6 +201,7 @@ def test_a_cpu_plays_any_number_of_devices(model):
     assert report.fits and report.bytes.available is None and report.step_time is None
     assert report.bytes.inputs == nbytes((32, WIDE), (32, OUT))
     assert {c.group_size for c in report.collectives} == {2}
+    assert report.largest_batch_that_fits is None and report.scaling == []  # nothing to compile for
 
 
 def test_other_threads_see_the_strategy_as_it_is(model):
@@ -219,6 +220,16 @@ def test_other_threads_see_the_strategy_as_it_is(model):
 def test_inside_of_abstract_it_is_refused(model):
     with pytest.raises(px.errors.StrategyError, match=r"called in px\.abstract\(\)\. Call it outside"), px.abstract():
         px.preflight(model.step, *SHAPES, topology="cpu:2")
+
+
+def test_replicas_may_need_nothing_from_outside():
+    strategy = px.Mirrored()
+
+    def draw(scale=1.0):
+        return strategy.run(lambda: jax.random.normal(jax.random.key(0), (3,)))
+
+    report = px.preflight(draw, topology="cpu:2")
+    assert report.fits and report.num_devices == 2, report.compiler_message
 
 
 def test_narrow_numbers_share_a_byte_and_keys_have_the_size_of_theirs():
@@ -391,6 +402,20 @@ def test_too_large_a_batch_does_not_fit_and_the_largest_that_does_is_found(too_l
 
 
 # ---- scaling -------------------------------------------------------------------------------------
+
+
+@needs_libtpu
+def test_scaling_starts_on_one_slice_and_needs_replicas_on_all_devices(model):
+    step = px.function(lambda x: jnp.tanh(x).sum())
+    alone = px.preflight(step, SHAPES[0], topology="v5e:2x4", effort="quick")
+    assert alone.num_devices == 1 and alone.scaling == []
+    two = px.preflight(model.step, *SHAPES, topology="2*v5e:2x2", effort="quick")
+    curve = two.scaling_to(1024, compiled_to=1)
+    assert [s.topology for s in curve[:2]] == ["v5e:2x4", "v5e:4x4"]
+    assert all(s.efficiency <= 1 for s in curve)
+    for wrong in ({"largest": 0}, {"largest": "all"}, {"compiled_to": 2.5}):
+        with pytest.raises(px.errors.ArgumentError, match=f"{next(iter(wrong))} must be a positive int"):
+            two.scaling_to(**wrong)
 
 
 @needs_libtpu

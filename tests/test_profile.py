@@ -154,7 +154,11 @@ def test_the_steps_are_real_ones():
         (lambda: px.profile(small_step, iter(SMALL)), ArgumentError, "give what makes it"),
         (lambda: px.profile(lambda x: None, SMALL), ArgumentError, "Return the loss"),
         (lambda: px.profile(small_step, SMALL, steps=0), ArgumentError, "steps must be a positive int, got 0"),
-        (lambda: px.profile(lambda x: [small_step(x), px.profile(small_step, SMALL, steps=1)], SMALL, steps=1), StrategyError, "profiler is in use"),
+        (
+            lambda: px.profile(lambda x: [small_step(x), px.profile(small_step, SMALL, steps=1)], SMALL, steps=1),
+            StrategyError,
+            "profiler is in use",
+        ),
         (lambda: px.function(lambda: px.profile(small_step, SMALL))(), StrategyError, "outside traced functions"),
     ],
 )

@@ -143,7 +143,8 @@ def _print_one(report: Report, options: argparse.Namespace) -> None:
     else:
         print(report)
         if options.largest_batch:
-            print(f"\nlargest global batch that fits: {report.largest_batch_that_fits}")
+            batch = report.largest_batch_that_fits
+            print(f"\nlargest global batch that fits: {'not known' if batch is None else batch}")
         if options.json:
             Path(options.json).write_text(report.to_json())
     if options.html:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import jax
 
-from phalanx._checks import check_choice
+from phalanx._checks import check_choice, check_count
 from phalanx.abstract import abstract
 from phalanx.checkpoint.manager import CheckpointManager
 from phalanx.cluster.preemption import Preempted, preemption
@@ -29,7 +29,7 @@ from phalanx.keras.once import for_this_process, write_once, writer_of
 from phalanx.keras.resume import Resume
 from phalanx.keras.steps import Logs, Steps
 from phalanx.keras.variables import counterpart
-from phalanx.preflight.api import check_rows, own_target, report_on, settings
+from phalanx.preflight.api import own_target, report_on, settings
 from phalanx.preflight.compiler import Effort
 from phalanx.preflight.program import VariableStep
 from phalanx.preflight.report import Report
@@ -268,7 +268,8 @@ class Loops:
             raise ArgumentError(
                 f"preflight: model {self.name!r} has no training step yet: call model.compile(optimizer, loss) before."
             )
-        check_rows(batch_size, "batch_size")
+        if batch_size is not None:
+            check_count(batch_size, "preflight: batch_size")
         target = find(topology, num_slices) if topology is not None else own_target(self.strategy)
         data = _as_on_devices(example_batch(self, x, y, sample_weight, batch_size or target.num_devices))
         has_storage = all(counterpart(v).has_storage for v in self.variables)

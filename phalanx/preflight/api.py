@@ -9,7 +9,7 @@ from typing import Any, get_args
 import jax
 
 from phalanx import state
-from phalanx._checks import check_choice, check_function
+from phalanx._checks import check_choice, check_count, check_function
 from phalanx._methods import BoundFunction
 from phalanx.distribute.strategy import Strategy
 from phalanx.errors import ArgumentError, ArgumentTypeError, StrategyError
@@ -76,7 +76,8 @@ def preflight(
         raise StrategyError(f"px.preflight is called in {place}. Call it outside.")
     if strategy is not None and not isinstance(strategy, Strategy):
         raise ArgumentTypeError(f"preflight: strategy must be a strategy such as px.Mirrored(), got {strategy!r:.60}.")
-    check_rows(global_batch, "global_batch")
+    if global_batch is not None:
+        check_count(global_batch, "preflight: global_batch")
     if topology is not None:
         targets.find(topology, num_slices)
     if not args and not kwargs:
@@ -109,12 +110,6 @@ def report_on(step: VariableStep | JittedStep, target: Target, global_batch: int
         return Report(program, other, compiler.run(program.lowered, other, settings), again, settings)
 
     return again(target, global_batch)
-
-
-def check_rows(value: Any, name: str) -> None:
-    """Raise unless it is a number of rows, or None."""
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise ArgumentError(f"preflight: {name} must be a positive int, got {value!r:.60}.")
 
 
 def _target(topology: str | None, num_slices: int, step: VariableStep | JittedStep) -> Target:

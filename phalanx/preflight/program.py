@@ -6,7 +6,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -190,7 +190,8 @@ class VariableStep:
         ]
         args = (donated, [*arguments, *kept], constants)
         n = 1 if traced.strategy is None else len(traced.strategy.devices)
-        lowered = _lower(self.name, compiled.run, args, target)
+        # JAX counts the devices of the inputs, of which there may be none.
+        lowered = replace(_lower(self.name, compiled.run, args, target), num_devices=n)
         return Program(
             name=self.name,
             lowered=lowered,

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from phalanx._checks import check_count
 from phalanx.preflight import estimate, hlo, operations
 from phalanx.preflight.checks import Evidence, Warning, all_warnings, human, layer_of
 from phalanx.preflight.compiler import Settings
@@ -180,14 +181,14 @@ class Report:
 
     @functools.cached_property
     def largest_batch_that_fits(self) -> int | None:
-        """The largest global batch that fits, found by compiling for several; None without a batch.
+        """The largest global batch that fits, found by compiling for several.
 
-        0 when not even one row for each replica fits. The search ends at 1,048,576 rows for each.
+        None without a batch, and where it is not known how much memory there is (on CPUs). 0 when not even one row for each replica fits. The search ends at 1,048,576 rows for each.
         """
         from phalanx.preflight.batches import largest
 
         n, rows = self.num_devices, self._program.rows_per_device
-        if rows is None or (not self.fits and self.verdict == "fails"):
+        if rows is None or self.bytes.available is None or self.verdict == "fails":
             return None
 
         def needed(r: int) -> tuple[bool, int]:
@@ -251,13 +252,18 @@ class Report:
 
     @functools.cached_property
     def scaling(self) -> list[estimate.Size]:
-        """The same rows for each replica on 8, 16, ... 4096 chips: compiled up to 256, and computed from there."""
+        """The same rows for each replica on 8, 16, ... 4096 chips: compiled up to 256, and computed from there.
+
+        Empty where the chip is not known, and for a step that does not run on all devices.
+        """
         return self.scaling_to()
 
     def scaling_to(self, largest: int = 4096, compiled_to: int = 256) -> list[estimate.Size]:
         """As `scaling`, for other limits; each size up to `compiled_to` that is offered is compiled."""
         from phalanx.preflight.scaling import curve
 
+        check_count(largest, "scaling_to: largest")
+        check_count(compiled_to, "scaling_to: compiled_to")
         return curve(self, self._again, largest, compiled_to)
 
     # ---- views ----

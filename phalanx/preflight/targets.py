@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from phalanx import _jax
+from phalanx._checks import check_count
 from phalanx.errors import ArgumentError, ArgumentTypeError, DeviceError
 from phalanx.preflight.chips import CHIPS, Chip
 
@@ -116,8 +117,7 @@ def find(name: str, num_slices: int = 1) -> Target:
     """
     if not isinstance(name, str):
         raise ArgumentTypeError(f"topology must be a name such as 'v5e:4x4', got {name!r:.60}.")
-    if isinstance(num_slices, bool) or not isinstance(num_slices, int) or num_slices < 1:
-        raise ArgumentError(f"num_slices must be a positive int, got {num_slices!r:.60}.")
+    check_count(num_slices, "num_slices")
     plain = name.strip().lower()
     several = re.fullmatch(r"(\d+)\s*[x*]\s*([a-z].*)|(.+?)\s*\*\s*(\d+)", plain)
     if several:

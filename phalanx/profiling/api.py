@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from phalanx import _jax, state
+from phalanx._checks import check_count
 from phalanx._methods import BoundFunction
 from phalanx.errors import ArgumentError, ArgumentTypeError, StrategyError
 from phalanx.function import Function
@@ -53,8 +54,7 @@ def profile(step: Callable[[Any], Any], batches: Iterable[Any], *, steps: int = 
         raise StrategyError("profile must be called outside traced functions, replicas and tapes.")
     if not callable(step):
         raise ArgumentTypeError(f"profile: step must be a function, got {type(step).__name__} {step!r:.60}.")
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise ArgumentError(f"profile: steps must be a positive int, got {steps!r:.60}.")
+    check_count(steps, "profile: steps")
     endless = _endless(batches)
     first = _first(step, endless)
     alone = run(step, endless, steps, wait=True)
