@@ -82,7 +82,7 @@ def test_wrong_calls_are_2_and_say_what_is_wrong(file, tmp_path, capsys):
         (["preflight", f"{file}:step"], "--topology or --compare"),
         (["preflight", f"{file}:step", "--topology", "v9"], "not known"),
         (["preflight", f"{file}:step", "--topology", "cpu:1"], "--arg for each, or a function preflight_step in"),
-        (["preflight", f"{file}:known", "--compare", "cpu:1,cpu:2", "--html", "r.html"], "are for one --topology"),
+        (["preflight", f"{file}:known", "--compare", "cpu:1,cpu:2", "--html", "r.html"], "are for one slice"),
         (
             ["preflight", f"{file}:fixed", "--arg", "float32[8,4]", "--topology", "cpu:1", "--largest-batch"],
             "cannot be lowered",
@@ -106,6 +106,75 @@ def test_the_version_can_be_asked_for(capsys):
         main(["--version"])
     assert ended.value.code == 0
     assert capsys.readouterr().out == f"phalanx {px.__version__}\n"
+
+
+def test_what_fails_in_the_users_file_is_2_and_shown_from_there_on(tmp_path, capsys):
+    """1 would say that the step does not fit."""
+    path = tmp_path / "wrong.py"
+    step = "import jax.numpy as jnp\ndef step(x):\n    "
+    for text, shown in [
+        ("def step(:", "SyntaxError"),
+        ("import no_such_module", "No module named 'no_such_module'"),
+        ("raise SystemExit(0)", "ended by itself (exit code 0), before it had 'step'"),
+        (step + "raise ValueError('of mine')", "ValueError: of mine"),
+        (step + "return x @ jnp.ones((5, 5))", "contracting dimensions"),
+        (step + "raise SystemExit(0)", "ended by itself (exit code 0), while 'step' was traced"),
+        ("def preflight_step(rows=1):\n    raise KeyError('mine')", "in preflight_step:"),
+        ("preflight_step = 3", "preflight_step in"),
+        ("def preflight_step():\n    pass", "returned (None,); a tuple that begins with the step is expected"),
+    ]:
+        path.write_text(text)
+        assert main(["preflight", f"{path}:step", "--arg", "float32[2,3]", "--topology", "cpu:1"]) == 2, text
+        said = capsys.readouterr().err
+        assert said.startswith("phalanx: ") and shown in said, said
+        assert not any(name in said for name in ("runpy", "phalanx/cli", "phalanx/preflight")), said
+
+
+def test_a_file_with_arguments_of_its_own_does_not_see_ours(tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text("import sys\nassert sys.argv == [__file__], sys.argv\ndef step(x):\n    return x * 2\n")
+    given = list(sys.argv)
+    assert main(["preflight", f"{path}:step", "--arg", "float32[2,3]", "--topology", "cpu:1"]) == 0
+    assert sys.argv == given
+
+
+def test_the_maker_of_a_step_need_not_take_the_batch(tmp_path, capsys):
+    path = tmp_path / "maker.py"
+    path.write_text(
+        "import jax\ndef preflight_step():\n    return (lambda x: x.sum()), jax.ShapeDtypeStruct((64, 2), 'float32')\n"
+    )
+    call = ["preflight", f"{path}:step", "--topology", "cpu:1", "--json", "-", "--global-batch"]
+    assert main([*call, "16"]) == 0
+    assert json.loads(capsys.readouterr().out)["bytes"]["inputs"] == 16 * 2 * 4
+
+
+def test_what_cannot_be_done_is_said_before_anything_is_compiled(file, tmp_path, capsys, monkeypatch):
+    import phalanx as px
+
+    monkeypatch.setattr(px, "preflight", lambda *args, **kwargs: pytest.fail("compiled"))
+    monkeypatch.setattr(px, "profile", lambda *args, **kwargs: pytest.fail("run"))
+    known = ["preflight", f"{file}:known"]
+    for call, text in [
+        ([*known, "--topology", "cpu:1", "--html", str(tmp_path)], "is a folder"),
+        ([*known, "--topology", "cpu:1", "--json", str(tmp_path / "no" / "x.json")], "there is no folder"),
+        ([*known, "--compare", "cpu:1,v9"], "'v9' is not known"),
+        ([*known, "--compare", "cpu:1,cpu:2", "--html", "x.html"], "are for one slice"),
+        ([*known, "--topology", "cpu:1,cpu:2"], "not known"),
+        ([*known, "--topology", "cpu:1", "--arg", "float32[8 4]"], "not a dtype with a shape"),
+        (["profile", f"{file}:step", "--batches", "w", "--html", str(tmp_path)], "is a folder"),
+        (["launch", "-n", "1", "--port", "99999", file], "--port must be between 0 and 65535"),
+    ]:
+        assert main(call) == 2, call
+        assert text in capsys.readouterr().err
+
+
+def test_a_reader_that_has_read_enough_ends_the_output():
+    shown = subprocess.run(
+        f"{sys.executable} -m phalanx preflight --topology list | head -1",
+        shell=True, capture_output=True, text=True, timeout=100,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+    )  # fmt: skip
+    assert shown.stdout.startswith("topology") and shown.stderr == ""
 
 
 def test_info_says_what_there_is_and_how_to_get_what_is_missing(capsys, monkeypatch):

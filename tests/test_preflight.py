@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
+import sys
+import threading
 import time
 
 import jax
@@ -13,7 +18,7 @@ import pytest
 from slices import needs_libtpu
 
 import phalanx as px
-from phalanx.preflight import compiler
+from phalanx.preflight import compiler, html, targets
 
 ROWS, WIDE, OUT = 1024, 256, 512
 SHAPES = (jax.ShapeDtypeStruct((ROWS, WIDE), jnp.float32), jax.ShapeDtypeStruct((ROWS, OUT), jnp.float32))
@@ -134,6 +139,43 @@ def test_every_way_of_writing_a_step_gives_the_same_program(model, report):
         assert other.global_batch == ROWS
 
 
+def test_a_step_that_takes_its_arguments_whole_gets_them_whole(model):
+    def predict(x):
+        return jnp.tanh(x @ model.w)
+
+    report = px.preflight(predict, SHAPES[0], topology="cpu:4", global_batch=64)
+    assert report.bytes.inputs == nbytes((64, WIDE)) and report.num_devices == 4
+
+    def wrong(x):
+        return x @ model.b
+
+    with pytest.raises(TypeError, match="contracting dimensions"):
+        px.preflight(wrong, SHAPES[0], topology="cpu:4")
+
+
+@needs_libtpu
+def test_what_is_exchanged_in_loops_is_counted_as_often_as_these_run():
+    strategy = px.Mirrored()
+    w = px.Variable(jnp.ones((64, 64)))
+
+    def reduced(x):
+        return px.get_replica_context().all_reduce("mean", jnp.tanh(x @ w))
+
+    def nested(x):
+        def some(x, _):
+            return px.scan(lambda x, _: (reduced(x), None), x, None, length=3)[0], None
+
+        return px.scan(some, x, None, length=4)[0]
+
+    def counted(x):
+        return px.while_loop(lambda s: s[0] < 20, lambda s: (s[0] + 3, reduced(s[1])), (2, x))[1]
+
+    for loop, topology, times in ((nested, "v5e:2x2", 12), (nested, "cpu:4", 12), (counted, "v5e:2x2", 6)):
+        step = lambda x, f=loop: strategy.reduce("mean", strategy.run(lambda x: f(x).sum(), (x,)))  # noqa: E731
+        report = px.preflight(step, jax.ShapeDtypeStruct((32, 64), jnp.float32), topology=topology)
+        assert {c.count for c in report.collectives if c.bytes == nbytes((8, 64))} == {times}, (loop, topology)
+
+
 @needs_libtpu
 def test_several_slices_reduce_over_the_data_center_network_too(model):
     report = px.preflight(model.step, *SHAPES, topology="v5e:2x2", num_slices=2)
@@ -159,6 +201,66 @@ def test_a_cpu_plays_any_number_of_devices(model):
     assert report.fits and report.bytes.available is None and report.step_time is None
     assert report.bytes.inputs == nbytes((32, WIDE), (32, OUT))
     assert {c.group_size for c in report.collectives} == {2}
+    assert report.largest_batch_that_fits is None and report.scaling == []  # nothing to compile for
+
+
+def test_other_threads_see_the_strategy_as_it_is(model):
+    strategy, seen = model.strategy, []
+
+    def step(x):
+        other = threading.Thread(target=lambda: seen.append((strategy.num_replicas, strategy.mesh.size)))
+        other.start()
+        other.join()
+        return strategy.reduce("sum", strategy.run(lambda x: x.sum(), (x,)))
+
+    report = px.preflight(step, jax.ShapeDtypeStruct((8, 2), jnp.float32), topology="cpu:2")
+    assert report.num_devices == 2 and set(seen) == {(8, 8)}
+
+
+def test_inside_of_abstract_it_is_refused(model):
+    with pytest.raises(px.errors.StrategyError, match=r"called in px\.abstract\(\)\. Call it outside"), px.abstract():
+        px.preflight(model.step, *SHAPES, topology="cpu:2")
+
+
+def test_replicas_may_need_nothing_from_outside():
+    strategy = px.Mirrored()
+
+    def draw(scale=1.0):
+        return strategy.run(lambda: jax.random.normal(jax.random.key(0), (3,)))
+
+    report = px.preflight(draw, topology="cpu:2")
+    assert report.fits and report.num_devices == 2, report.compiler_message
+
+
+def test_narrow_numbers_share_a_byte_and_keys_have_the_size_of_theirs():
+    step = px.function(lambda *args: [jax.random.bits(x) if x.ndim == 0 else x for x in args])
+    for given, size in [
+        (jax.ShapeDtypeStruct((8, 5), jnp.int4), 20),
+        (jax.ShapeDtypeStruct((8, 5), jnp.uint4), 20),
+        (jax.ShapeDtypeStruct((8, 5), jnp.float8_e4m3fn), 40),
+        (jax.ShapeDtypeStruct((8, 5), jnp.bool_), 40),
+        (jax.random.key(0, impl="threefry2x32"), 8),
+        (jax.random.key(0, impl="rbg"), 16),
+    ]:
+        b = px.preflight(step, given, topology="cpu:1").bytes
+        assert b.inputs == size, given
+        assert b.total == b.inputs + b.padding + b.outputs + b.temp + b.code
+
+
+def test_variables_may_have_any_name():
+    strategy = px.Mirrored()
+    for name in ("größe/✓", 'a "quoted" one', "back\\slash", "</title><script>alert(1)</script>"):
+        w = px.Variable(jnp.ones(3), name=name)
+
+        def replica(x, w=w):
+            with px.GradientTape() as tape:
+                loss = (x * w).sum()
+            px.Optimizer(optax.sgd(0.1)).apply_gradients([(tape.gradient(loss, w), w)])
+
+        report = px.preflight(lambda x, f=replica: strategy.run(f, (x,)), np.ones((8, 3), "float32"), topology="cpu:2")
+        assert [c.source for c in report.collectives] == [f"gradient of {name}"]
+        assert f"gradient of {name}" in str(report) or len(name) > 20
+        assert "<script" not in html.page(report)
 
 
 def test_without_a_topology_the_strategys_own_devices_are_meant(model):
@@ -166,8 +268,10 @@ def test_without_a_topology_the_strategys_own_devices_are_meant(model):
 
 
 def test_a_batch_that_does_not_divide_is_refused(model):
-    with pytest.raises(px.errors.UnevenBatchError, match="1000 rows does not divide by the 16 replicas"):
-        px.preflight(model.step, *SHAPES, topology="v5e:4x4", global_batch=1000)
+    for rows, nearest in [(1000, "The nearest that do: 992 and 1008."), (3, "The nearest that do: 16.")]:
+        text = f"{rows} rows does not divide by the 16 replicas of v5e:4x4. {nearest}"
+        with pytest.raises(px.errors.UnevenBatchError, match=re.escape(text)):
+            px.preflight(model.step, *SHAPES, topology="v5e:4x4", global_batch=rows)
 
 
 def test_arguments_are_asked_for_where_none_are_known():
@@ -236,6 +340,25 @@ def test_a_hang_of_the_compiler_is_cut_short(model):
     assert time.monotonic() - start < 60
 
 
+def test_a_compiler_that_is_killed_is_reported(model, monkeypatch):
+    monkeypatch.setattr(compiler, "_PROGRAM", "import os; os.kill(os.getpid(), 9)")
+    report = px.preflight(model.step, *SHAPES, topology="cpu:1")
+    assert "crashed (SIGKILL). This machine may have too little memory for it. It printed nothing." in report.message
+    assert json.loads(report.to_json())["verdict"] == "fails" and report.compile_seconds > 0
+    assert report.scaling == [] and report.largest_batch_that_fits is None
+
+
+def test_the_compiler_ends_with_the_process_that_asked(tmp_path):
+    folder = tmp_path / "asked"
+    folder.mkdir()
+    os.mkfifo(folder / "request")  # nothing comes, so that it would wait for ever
+    names = [str(folder / name) for name in ("request", "answer")]
+    environment = compiler._environment(targets.find("cpu:1"), str(folder))
+    child = subprocess.Popen([sys.executable, "-c", compiler._PROGRAM, *names], stdin=subprocess.PIPE, env=environment)
+    child.stdin.close()  # as when its other end dies
+    assert child.wait(60) == 1 and not folder.exists()
+
+
 def test_a_crash_of_the_compiler_takes_nobody_along(model, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--no_such_flag_exists=1")
     environment = compiler._environment
@@ -285,6 +408,20 @@ def test_too_large_a_batch_does_not_fit_and_the_largest_that_does_is_found(too_l
 
 
 # ---- scaling -------------------------------------------------------------------------------------
+
+
+@needs_libtpu
+def test_scaling_starts_on_one_slice_and_needs_replicas_on_all_devices(model):
+    step = px.function(lambda x: jnp.tanh(x).sum())
+    alone = px.preflight(step, SHAPES[0], topology="v5e:2x4", effort="quick")
+    assert alone.num_devices == 1 and alone.scaling == []
+    two = px.preflight(model.step, *SHAPES, topology="2*v5e:2x2", effort="quick")
+    curve = two.scaling_to(1024, compiled_to=1)
+    assert [s.topology for s in curve[:2]] == ["v5e:2x4", "v5e:4x4"]
+    assert all(s.efficiency <= 1 for s in curve)
+    for wrong in ({"largest": 0}, {"largest": "all"}, {"compiled_to": 2.5}):
+        with pytest.raises(px.errors.ArgumentError, match=f"{next(iter(wrong))} must be a positive int"):
+            two.scaling_to(**wrong)
 
 
 @needs_libtpu

@@ -91,6 +91,16 @@ def test_a_model_that_does_not_say_what_it_takes_is_told_by_example():
     assert report.bytes.inputs == 4 * (4 * 5 + 4 * 3) and report.global_batch == 8
 
 
+def test_mistakes_in_the_call_are_explained():
+    model = px.keras.replicate(keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)], name="mine"), px.Mirrored())
+    with pytest.raises(px.errors.ArgumentError, match=r"model 'mine' has no training step yet: call model\.compile\("):
+        model.preflight(topology="cpu:2", batch_size=8)
+    model.compile("sgd", "mse")
+    for wrong in (0, -1, "8", 1.5, True):
+        with pytest.raises(px.errors.ArgumentError, match="batch_size must be a positive int, got"):
+            model.preflight(topology="cpu:2", batch_size=wrong)
+
+
 def test_a_model_with_a_step_of_its_own_is_compiled_too():
     strategy = px.Mirrored()
     with strategy.scope():

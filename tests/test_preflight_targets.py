@@ -55,6 +55,28 @@ def test_an_unknown_topology_lists_those_that_are_known():
         targets.find(16)
 
 
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        ((["v5e:2x2"],), "topology must be a name"),
+        (("v5e:2x2", [2]), "num_slices must be a positive int"),
+        (("cpu:2", True), "num_slices must be a positive int, got True"),
+        (("v5e:2x2", 1.0), "num_slices must be a positive int, got 1.0"),
+        (("cpu:2", 3), "'cpu:2' is none. Say how many devices there are in all: 'cpu:6'"),
+        (("2*cpu:4",), "in all: 'cpu:8'"),
+        (("gpu:0",), "'gpu:0' has no devices. Give it some: 'gpu:1'"),
+        (("cpu:0",), "'cpu:0' has no devices"),
+        (("cpu:4096",), "has 4,096 devices; programs are compiled for 2,048 at most"),
+        (("v5e:2x2", 10**9), "has 4,000,000,000 devices; programs are compiled for 131,072 at most"),
+    ],
+)
+def test_numbers_that_make_no_sense_are_explained(call, text):
+    targets.find("v5e:2x2", 1), targets.find("cpu:2", 1)  # what was asked before makes no difference
+    with pytest.raises((px.errors.ArgumentError, px.errors.ArgumentTypeError)) as error:
+        targets.find(*call)
+    assert text in str(error.value)
+
+
 def test_devices_that_are_not_here_cannot_be_had_unless_the_cpu_plays_them():
     assert targets.find("cpu:3").num_devices == 3
     with pytest.raises(px.errors.DeviceError, match="JAX sees 0 such devices"):

@@ -15,6 +15,8 @@ from typing import Any
 
 import jax
 
+from phalanx.errors import StrategyError
+
 _STAGES = ("/jax/core/compile/",)  # tracing, lowering, compiling: each event says how long it took, at its end
 _COLLECTIVE = re.compile(
     r"all.(reduce|gather|to.all)|reduce.scatter|collective|p(sum|mean|max|min|permute)", re.IGNORECASE
@@ -69,12 +71,25 @@ class DeviceOperation:
 
 
 def device_operations(run: Callable[[], Any]) -> list[DeviceOperation]:
-    """What the devices did while `run` was called, by JAX's profiler."""
+    """What the devices did while `run` was called, by JAX's profiler.
+
+    Raises:
+        StrategyError: when the profiler is in use.
+    """
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     with tempfile.TemporaryDirectory(prefix="phalanx-profile-") as folder:
-        with jax.profiler.trace(folder, profiler_options=options):
+        try:
+            jax.profiler.start_trace(folder, profiler_options=options)
+        except RuntimeError as error:
+            raise StrategyError(
+                "profile: JAX's profiler is in use, by another profile, in a thread or around this one, or by"
+                f" jax.profiler. It serves one at a time: end the other first. JAX says: {error}"
+            ) from error
+        try:
             run()
+        finally:
+            jax.profiler.stop_trace()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Python has one for jaxlib's types, and as an error it aborts the process
             return _read(Path(folder))

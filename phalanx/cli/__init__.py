@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -26,7 +28,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         module.add_arguments(subparser)
         subparser.set_defaults(run=module.run)
     options = parser.parse_args(arguments)
-    return int(options.run(options))
+    try:
+        return int(options.run(options))
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except BrokenPipeError:  # who reads our output has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
 
 
 def usage_error(message: object) -> int:

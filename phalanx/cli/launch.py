@@ -49,6 +49,8 @@ def run(args: argparse.Namespace) -> int:
     ):
         if value < least:
             return usage_error(f"{name} must be at least {least}, got {value}.")
+    if not 0 <= args.port < 2**16:
+        return usage_error(f"--port must be between 0 and 65535, got {args.port}.")
     try:
         command = python_command(args)
     except ArgumentError as error:

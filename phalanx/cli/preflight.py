@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.cli import usage_error
-from phalanx.cli.steps import NoSuchStepError, names_in, part_of, split_name
+from phalanx.cli.steps import NoSuchStepError, check_outputs, made_by, names_in, part_of, split_name, users_code
 
 if TYPE_CHECKING:
     from phalanx.preflight.report import Report
+    from phalanx.preflight.targets import Target
 
 HELP = "compile a training step for a TPU slice that is not here; exit code 0: it fits, 1: it does not, 2: usage"
 
@@ -65,15 +66,19 @@ def run(options: argparse.Namespace) -> int:
     if bool(options.topology) == bool(options.compare):
         return usage_error("preflight needs either --topology or --compare.")
     if options.compare and (options.html or options.json or options.largest_batch or options.scaling):
-        return usage_error("--html, --json, --largest-batch and --scaling are for one --topology.")
+        return usage_error("--html, --json, --largest-batch and --scaling are for one slice: --topology.")
     # Nothing runs on accelerators here, and opening one would keep it from those who train.
     if not re.match(r"gpu|cuda|rocm", options.topology or options.compare):
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
     try:
-        step, args = found_step(options.step, options.global_batch)
-        args = [*args, *map(_argument, options.arg)]
+        check_outputs(options)
+        arguments = list(map(_argument, options.arg))
+        path, name = split_name(options.step)
+        step, args = found_step(path, name, options.global_batch)
         names = options.compare.split(",") if options.compare else [options.topology]
-        reports = [_report(step, args, name, options) for name in names]
+        found = [_target(topology, options.num_slices) for topology in names]
+        with users_code(path, f"while {name!r} was traced"):
+            reports = [_report(step, [*args, *arguments], target, options) for target in found]
         if options.compare:
             print_comparison(reports)
         else:
@@ -86,22 +91,19 @@ def run(options: argparse.Namespace) -> int:
 # ---- finding the step ----------------------------------------------------------------------------
 
 
-def found_step(where: str, global_batch: int | None) -> tuple[Any, list[Any]]:
+def found_step(path: str, name: str, global_batch: int | None) -> tuple[Any, list[Any]]:
     """The step that FILE:NAME names, and example arguments if it comes with some."""
-    path, name = split_name(where)
-    found = names_in(path, name, run_name="__preflight__")
-    if f"preflight_{name}" in found:
-        make = found[f"preflight_{name}"]
-        made = make(global_batch) if global_batch is not None else make()
-        return (made[0], list(made[1:])) if isinstance(made, tuple) else (made, [])
-    return part_of(found, name, path), []
+    names = names_in(path, name, run_name="__preflight__")
+    made = made_by(names, f"preflight_{name}", path, () if global_batch is None else (global_batch,))
+    step, *args = (part_of(names, name, path),) if made is None else made
+    return step, args
 
 
 def _argument(text: str) -> Any:
     import jax
     import jax.numpy as jnp
 
-    match = re.fullmatch(r"\s*([a-z]+[0-9a-z_]*)\[([\d,\s]*)\]\s*", text)
+    match = re.fullmatch(r"\s*([a-z]+[0-9a-z_]*)\[((?:\s*\d+\s*,)*\s*\d*\s*)\]\s*", text)
     if match is None:
         raise NoSuchStepError(f"--arg {text!r} is not a dtype with a shape, such as float32[1024,28,28,1].")
     try:
@@ -111,12 +113,18 @@ def _argument(text: str) -> Any:
     return jax.ShapeDtypeStruct(tuple(int(d) for d in match[2].split(",") if d.strip()), dtype)
 
 
-def _report(step: Any, args: list[Any], topology: str, options: argparse.Namespace) -> Report:
+def _target(name: str, num_slices: int) -> Target:
+    from phalanx.preflight import targets
+
+    return targets.find(name, num_slices)
+
+
+def _report(step: Any, args: list[Any], target: Target, options: argparse.Namespace) -> Report:
     import phalanx as px
 
     settings: dict[str, Any] = {
-        "topology": topology.strip(),
-        "num_slices": options.num_slices,
+        "topology": target.name,
+        "num_slices": target.num_slices,
         "timeout": options.timeout,
         "effort": "quick" if options.quick else "full",
     }
@@ -129,8 +137,6 @@ def _report(step: Any, args: list[Any], topology: str, options: argparse.Namespa
 
 
 def _print_one(report: Report, options: argparse.Namespace) -> None:
-    from phalanx.preflight.batches import LIMIT
-
     if options.largest_batch:
         _ = report.largest_batch_that_fits
     if options.scaling:
@@ -140,13 +146,20 @@ def _print_one(report: Report, options: argparse.Namespace) -> None:
     else:
         print(report)
         if options.largest_batch:
-            largest = report.largest_batch_that_fits
-            ended = largest == LIMIT * report.num_devices
-            print(f"\nlargest global batch that fits: {largest}{', and more: the search ended there' if ended else ''}")
+            print(f"\nlargest global batch that fits: {_largest_batch(report)}")
         if options.json:
             Path(options.json).write_text(report.to_json())
     if options.html:
         report.save_html(options.html)
+
+
+def _largest_batch(report: Report) -> str:
+    from phalanx.preflight.batches import LIMIT
+
+    batch = report.largest_batch_that_fits
+    if batch is None:
+        return "not known"
+    return f"{batch}, and more: the search ended there" if batch == LIMIT * report.num_devices else str(batch)
 
 
 def print_known() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.cli import usage_error
-from phalanx.cli.steps import NoSuchStepError, names_in, part_of, split_name
+from phalanx.cli.steps import NoSuchStepError, check_outputs, made_by, names_in, part_of, split_name, users_code
 
 HELP = "run a training step some times, and say where its time goes"
 
@@ -38,8 +38,11 @@ def run(options: argparse.Namespace) -> int:
     import phalanx as px
 
     try:
-        step, batches = _found(options.step, options.batches)
-        found = px.profile(step, batches, steps=options.steps)
+        check_outputs(options)
+        path, name = split_name(options.step)
+        step, batches = _found(path, name, options.batches)
+        with users_code(path, f"while {name!r} was profiled"):
+            found = px.profile(step, batches, steps=options.steps)
     except (px.errors.PhalanxError, NoSuchStepError) as error:
         return usage_error(error)
     if options.json == "-":
@@ -53,12 +56,13 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _found(where: str, batches: str | None) -> tuple[Any, Any]:
-    path, name = split_name(where)
+def _found(path: str, name: str, batches: str | None) -> tuple[Any, Any]:
     names = names_in(path, name, run_name="__profile__")
-    if f"profile_{name}" in names:
-        step, made = names[f"profile_{name}"]()
-        return step, made if batches is None else part_of(names, batches, path)
+    made = made_by(names, f"profile_{name}", path)
+    if made is not None:
+        if len(made) != 2:
+            raise NoSuchStepError(f"profile_{name} in {path} returned {len(made)} values; (step, batches) is expected.")
+        return made[0], made[1] if batches is None else part_of(names, batches, path)
     if batches is None:
         raise NoSuchStepError(
             f"profile needs --batches, or a function profile_{name} in {path} that returns (step, batches)."

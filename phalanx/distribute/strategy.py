@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,6 +33,17 @@ logger = logging.getLogger("phalanx")
 
 _of_several_processes = itertools.count()
 """Strategies, which every process makes in the same order."""
+
+
+class _Elsewhere(threading.local):
+    """Where a thread sees strategies on devices that are not theirs, while others train with them."""
+
+    def __init__(self) -> None:
+        self.places: dict[Strategy, tuple[tuple[Any, ...], jax.sharding.Mesh]] = {}
+        """Devices and mesh of each."""
+
+
+_elsewhere = _Elsewhere()
 
 
 class Strategy:
@@ -64,20 +76,27 @@ class Strategy:
                 f"{type(self).__name__}: several CPU devices in each of several processes hang in JAX {jax.__version__}. Start"
                 " one process for each device (phalanx launch --devices-per-process 1), or use JAX 0.11 or later."
             )
-        self.devices = tuple(devices)
+        self._place = (tuple(devices), _jax.replica_mesh(tuple(devices)))
+
+    @property
+    def devices(self) -> tuple[Any, ...]:
         """The replicas' devices, in replica order."""
-        self.mesh = _jax.replica_mesh(self.devices)
+        return _elsewhere.places.get(self, self._place)[0]
+
+    @property
+    def mesh(self) -> jax.sharding.Mesh:
         """JAX's mesh, with the one axis "replica"."""
+        return _elsewhere.places.get(self, self._place)[1]
 
     @contextmanager
     def on_other_devices(self, devices: Sequence[Any]) -> Iterator[None]:
-        """In the block the replicas are on these devices; the variables' arrays stay where they are."""
-        before = self.devices
-        self._use_devices(devices)
+        """In the block this thread sees the replicas on these devices; the variables' arrays stay where they are."""
+        before = _elsewhere.places
+        _elsewhere.places = {**before, self: (tuple(devices), _jax.replica_mesh(tuple(devices)))}
         try:
             yield
         finally:
-            self._use_devices(before)
+            _elsewhere.places = before
 
     @property
     def num_replicas(self) -> int:

@@ -259,10 +259,16 @@ class Loops:
             effort: as in `phalanx.preflight`.
 
         Raises:
-            ArgumentError: when the model does not say what it takes, and for an unknown topology.
+            ArgumentError: when the model does not say what it takes or was not compiled, and for an unknown topology.
             UnevenBatchError: when the batch does not divide by the replicas.
             CompilationError: when the compiler is not installed.
         """
+        if not self.compiled:
+            raise ArgumentError(
+                f"preflight: model {self.name!r} has no training step yet: call model.compile(optimizer, loss) before."
+            )
+        if batch_size is not None:
+            check_int(batch_size, "preflight: batch_size")
         target = find(topology, num_slices) if topology is not None else own_target(self.strategy)
         data = _as_on_devices(example_batch(self, x, y, sample_weight, batch_size or target.num_devices))
         has_storage = all(counterpart(v).has_storage for v in self.variables)

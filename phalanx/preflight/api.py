@@ -42,9 +42,10 @@ def preflight(
             models see their method ``preflight``.
         args: example arguments: arrays, or ``jax.ShapeDtypeStruct``, with the shapes of all replicas together.
             Where the step uses a strategy, those with as many rows as the first one are split over the replicas,
-            as a distributed dataset would; the others reach all of them whole. Elements of a distributed dataset
-            will do. A function with an ``input_signature`` needs none. What ``jax.jit`` made takes its weights as
-            arguments too: there the batch is the last argument with rows, and those that have as many.
+            as a distributed dataset would; the others reach all of them whole, as all do where the step computes
+            with them outside of ``strategy.run``. Elements of a distributed dataset will do. A function with an
+            ``input_signature`` needs none. What ``jax.jit`` made takes its weights as arguments too: there the batch
+            is the last argument with rows, and those that have as many.
         topology: a TPU slice such as ``"v5e:4x4"`` (``phalanx preflight --topology list`` shows them), or devices
             that are present, ``"gpu:1"``, or any number of CPU devices, ``"cpu:8"``. Default: the strategy's own.
         strategy: the one that the step uses; found by itself where it is used in the step.
@@ -56,7 +57,7 @@ def preflight(
         kwargs: further example arguments, by name.
 
     Raises:
-        StrategyError: in a traced function or a replica.
+        StrategyError: in a traced function, a replica or `px.abstract`.
         ArgumentError: for a topology that is not known, or no arguments where some are needed.
         ArgumentTypeError: for what is no function, or cannot be traced and lowered.
         UnevenBatchError: when the batch does not divide by the replicas.
@@ -73,7 +74,8 @@ def preflight(
     """
     check_function(fn, "preflight")
     if not state.top().is_eager:
-        raise StrategyError("px.preflight is called in a traced function or a replica. Call it outside.")
+        place = "a traced function or a replica" if state._stack.without_storage is None else "px.abstract()"
+        raise StrategyError(f"px.preflight is called in {place}. Call it outside.")
     if strategy is not None and not isinstance(strategy, Strategy):
         raise ArgumentTypeError(f"preflight: strategy must be a strategy such as px.Mirrored(), got {strategy!r:.60}.")
     check_int(global_batch, "preflight: global_batch", optional=True)

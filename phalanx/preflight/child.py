@@ -1,11 +1,15 @@
 """What runs in the process in which a program is compiled.
 
-A compiler that hangs or crashes takes this process down and no other.
+A compiler that hangs or crashes takes this process down and no other; it goes down with the one that asked, too.
 """
 
 from __future__ import annotations
 
+import os
 import pickle
+import shutil
+import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -16,8 +20,16 @@ from phalanx.preflight.outcome import Outcome, Request
 
 def main(request: str, answer: str) -> None:
     """Compile what the first file holds, and write to the second how it went."""
+    threading.Thread(target=_end_with_the_asker, args=(Path(request).parent,), daemon=True).start()
     asked: Request = pickle.loads(Path(request).read_bytes())
     Path(answer).write_bytes(pickle.dumps(compiled(asked)))
+
+
+def _end_with_the_asker(folder: Path) -> None:
+    """Our input is a pipe in which nothing is ever written: it ends with the process at its other end."""
+    os.read(sys.stdin.fileno(), 1)
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)
 
 
 def compiled(asked: Request) -> Outcome:

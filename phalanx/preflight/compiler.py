@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -72,10 +73,11 @@ def _in_child(request: Request, target: Target, timeout: float) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="phalanx-preflight-") as folder:
         asked, answer, printed = (Path(folder, name) for name in ("request", "answer", "printed"))
         asked.write_bytes(pickle.dumps(request))
+        start = time.perf_counter()
         with printed.open("wb") as output:
             child = subprocess.Popen(
                 [sys.executable, "-P", "-c", _PROGRAM, str(asked), str(answer)],
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=_environment(target, folder),
@@ -94,7 +96,7 @@ def _in_child(request: Request, target: Target, timeout: float) -> Outcome:
             outcome: Outcome = pickle.loads(answer.read_bytes())
             return outcome
         said = printed.read_text(errors="replace")[-_TAIL:].strip()
-        return Outcome(seconds=0.0, message=f"The compiler crashed ({_cause(code)}). It printed:\n{said}")
+        return Outcome(seconds=time.perf_counter() - start, message=_crash(code, said))
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
@@ -102,6 +104,14 @@ def _end(child: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()
+    assert child.stdin is not None
+    child.stdin.close()
+
+
+def _crash(code: int, said: str) -> str:
+    memory = " This machine may have too little memory for it." if code == -signal.SIGKILL else ""
+    printed = f"It printed:\n{said}" if said else "It printed nothing."
+    return f"The compiler crashed ({_cause(code)}).{memory} {printed}"
 
 
 def _cause(code: int) -> str:

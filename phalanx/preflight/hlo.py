@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from phalanx import _jax
 
 _BITS = {
     "pred": 8,
+    "s2": 2,
+    "u2": 2,
     "s4": 4,
     "u4": 4,
     "s8": 8,
@@ -32,6 +34,11 @@ _BITS = {
     "f8e5m2": 8,
     "f8e4m3": 8,
     "f8e4m3b11fnuz": 8,
+    "f8e4m3fnuz": 8,
+    "f8e5m2fnuz": 8,
+    "f8e3m4": 8,
+    "f8e8m0fnu": 8,
+    "f4e2m1fn": 4,
 }
 _ARRAY = re.compile(r"\b([a-z]+[0-9a-z]*)\[([0-9,<=]*)\]")
 _KINDS = (
@@ -43,7 +50,9 @@ _KINDS = (
     "collective-permute",
     "collective-broadcast",
 )
-_GRADIENT = re.compile(r"gradient of (.+?)(?:/psum|/reduce_sum|\"|$)")
+_OF_A_TEST = frozenset({"parameter", "get-tuple-element", "constant", "compare", "convert", "copy", "bitcast"})
+"""What the condition of a loop is made of that only counts."""
+_GRADIENT = re.compile(r"gradient of (.+?)(?:/psum|/reduce_sum|$)", re.S)
 
 
 @dataclass(frozen=True)
@@ -78,6 +87,7 @@ class Instruction:
     shape: str
     opcode: str
     operands: tuple[str, ...]
+    """Names; of a constant, what it is."""
     attributes: str
 
 
@@ -117,12 +127,40 @@ class Module:
 
         def visit(name: str, times: int) -> None:
             found[name] = found.get(name, 0) + times
-            for instruction in self.computations.get(name, ()):
-                for callee, factor in _calls(instruction):
+            instructions = self.computations.get(name, ())
+            for instruction in instructions:
+                factor = self._trips(instruction, instructions) if instruction.opcode == "while" else 1
+                for callee in _calls(instruction):
                     visit(callee, times * factor)
 
         visit(self.entry, 1)
         return found
+
+    def _trips(self, loop: Instruction, around: Sequence[Instruction]) -> int:
+        """How often a loop runs: as XLA says, or else as it counts from constant to constant; 1 if neither is known."""
+        known = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
+        if known:
+            return int(known[1])
+        condition, body = (
+            self.computations.get(_callees(key, loop.attributes)[0], []) for key in ("condition", "body")
+        )
+        tests, result = [i for i in condition if "direction=LT" in i.attributes], body[-1]
+        if len(tests) != 1 or any(i.opcode not in _OF_A_TEST for i in condition) or result.opcode != "tuple":
+            return 1
+        test = tests[0]
+        outside, inside, tested = ({i.name: i for i in part} for part in (around, body, condition))
+        counter, given = tested.get(test.operands[0]), outside.get(loop.operands[0])
+        place = re.search(r"\bindex=(\d+)", counter.attributes) if counter else None
+        if place is None or given is None or given.opcode != "tuple":
+            return 1
+        start = _constant(given.operands[int(place[1])], outside)
+        end = _constant(test.operands[1], tested)
+        following = inside.get(result.operands[int(place[1])])
+        steps = [_constant(o, inside) for o in following.operands] if following and following.opcode == "add" else []
+        step = next((s for s in steps if s), None)
+        if start is None or end is None or step is None:
+            return 1
+        return max(0, -(-(end - start) // step))
 
     @property
     def has_loops(self) -> bool:
@@ -172,8 +210,9 @@ def _instruction(line: str) -> Instruction | None:
     shape, rest = _first_part(rest)
     opcode, _, rest = rest.lstrip().partition("(")
     operands, rest = _until_closed("(" + rest)
-    names = tuple(re.findall(r"%([\w.\-]+)", operands))
-    return Instruction(name.removeprefix("ROOT ").lstrip("%"), shape, opcode.strip(), names, rest)
+    opcode = opcode.strip()
+    names = (operands.strip("()"),) if opcode == "constant" else tuple(re.findall(r"%([\w.\-]+)", operands))
+    return Instruction(name.removeprefix("ROOT ").lstrip("%"), shape, opcode, names, rest)
 
 
 def _first_part(text: str) -> tuple[str, str]:
@@ -216,26 +255,33 @@ def arrays(shape: str) -> list[tuple[str, tuple[int, ...]]]:
 
 def size_of(dtype: str, dims: tuple[int, ...]) -> int:
     """In bytes, without padding."""
-    return math.prod(dims) * _BITS[dtype] // 8
+    return -(-math.prod(dims) * _BITS[dtype] // 8)
 
 
-def _calls(instruction: Instruction) -> Iterator[tuple[str, int]]:
+def _constant(name: str, instructions: dict[str, Instruction]) -> int | None:
+    """The whole number that the instruction gives, if it is one."""
+    found = instructions.get(name)
+    while found is not None and found.opcode == "copy":
+        found = instructions.get(found.operands[0])
+    is_number = found is not None and found.opcode == "constant" and re.fullmatch(r"-?\d+", found.operands[0])
+    return int(found.operands[0]) if found is not None and is_number else None
+
+
+def _callees(key: str, attributes: str) -> list[str]:
+    return re.findall(rf"\b(?:{key})=%([\w.\-]+)", attributes)
+
+
+def _calls(instruction: Instruction) -> Iterator[str]:
     text = instruction.attributes
     if instruction.opcode == "while":
-        trip = re.search(r'"known_trip_count":\{"n":"(\d+)"', text)
-        for key in ("body", "condition"):
-            for callee in re.findall(rf"\b{key}=%([\w.\-]+)", text):
-                yield callee, int(trip[1]) if trip else 1
+        yield from _callees("body|condition", text)
         return
-    for callee in re.findall(r"\b(?:calls|true_computation|false_computation|called_computation)=%([\w.\-]+)", text):
-        yield callee, 1
+    yield from _callees("calls|true_computation|false_computation|called_computation", text)
     branches = re.search(r"branch_computations=\{([^}]*)\}", text)
     if branches:
-        for callee in re.findall(r"%([\w.\-]+)", branches[1]):
-            yield callee, 1
+        yield from re.findall(r"%([\w.\-]+)", branches[1])
     if instruction.opcode in ("call", "call-start"):
-        for callee in re.findall(r"\bto_apply=%([\w.\-]+)", text):
-            yield callee, 1
+        yield from _callees("to_apply", text)
 
 
 # ---- collectives ---------------------------------------------------------------------------------
@@ -332,15 +378,23 @@ def _short(groups: str) -> str:
 
 
 def _op_name(instruction: Instruction) -> str:
-    found = re.search(r'op_name="([^"]*)"', instruction.attributes)
-    return found[1] if found else ""
+    found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', instruction.attributes)
+    return _unescaped(found[1]) if found else ""
+
+
+def _unescaped(text: str) -> str:
+    """What XLA has written in quotes: bytes of UTF-8 in octal, backslashes before quotes."""
+    return text.encode().decode("unicode_escape").encode("latin-1").decode(errors="replace") if "\\" in text else text
 
 
 class _Frames:
     """The table of call stacks in the program's text."""
 
     def __init__(self, text: str) -> None:
-        files = dict(re.findall(r'^(\d+) "(.*)"$', _section(text, "FileNames"), re.M))
+        files = {
+            number: _unescaped(file)
+            for number, file in re.findall(r'^(\d+) "(.*)"$', _section(text, "FileNames"), re.M)
+        }
         places = re.findall(
             r"^(\d+) \{file_name_id=(\d+) function_name_id=\d+ line=(\d+)", _section(text, "FileLocations"), re.M
         )

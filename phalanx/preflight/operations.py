@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from phalanx import _jax
@@ -57,6 +59,18 @@ class Operations:
 
 
 _LARGEST = 50
+
+
+def size_of(shape: Sequence[int], dtype: Any) -> int:
+    """In bytes, without padding; as many numbers as fit share a byte."""
+    if is_key(dtype):
+        data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(tuple(shape), dtype))
+        return math.prod(data.shape) * data.dtype.itemsize
+    dtype = np.dtype(dtype)
+    bits = 8 * dtype.itemsize
+    if bits == 8 and dtype != np.bool_:
+        bits = (jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo)(dtype).bits
+    return -(-math.prod(shape) * bits // 8)
 
 
 def of(jaxpr: Any, num_devices: int) -> Operations:
@@ -112,7 +126,7 @@ class _Place:
 
 
 def _keep_largest(values: list[Value], aval: Any, place: _Place) -> None:
-    size = math.prod(d for d in aval.shape if isinstance(d, int)) * np.dtype(aval.dtype).itemsize // place.share
+    size = size_of([d for d in aval.shape if isinstance(d, int)], aval.dtype) // place.share
     if len(values) == _LARGEST and size <= values[-1].bytes:
         return
     shape = ",".join(map(str, aval.shape))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -25,6 +24,7 @@ from phalanx.distribute.strategy import Strategy
 from phalanx.distribute.values import PerReplica, is_per_replica
 from phalanx.errors import ArgumentError, ArgumentTypeError, UnevenBatchError
 from phalanx.function import Function
+from phalanx.preflight.operations import size_of
 from phalanx.preflight.targets import Target
 from phalanx.variables import Variable, is_key
 
@@ -48,7 +48,7 @@ class Entry:
     @property
     def bytes(self) -> int:
         """On one device, without padding."""
-        return math.prod(self.shape) * (8 if is_key(self.dtype) else np.dtype(self.dtype).itemsize)
+        return size_of(self.shape, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,8 @@ class VariableStep:
         self._context = state.context()
         """The scope that it is looked at in, which is that of later looks too."""
         self._settled = False
+        self._whole = False
+        """Whether the function takes the arrays among its arguments whole, outside of ``strategy.run``."""
 
     def prepare(self, target: Target, global_batch: int | None = None) -> Program:
         """The program for a target.
@@ -140,17 +142,26 @@ class VariableStep:
         self._settled = True
 
     def _trace(self, rows: int | None, n: int) -> _Trace:
-        examples = [_Example(leaf, self.rows, rows, self.strategy, n) for leaf in self._leaves]
+        splits = None if self._whole else self.strategy
+        examples = [_Example(leaf, self.rows, rows, splits, n) for leaf in self._leaves]
         args, kwargs = jax.tree.unflatten(self._structure, [e.value for e in examples])
-        traced, call = self._function.traced(*args, **kwargs)
-        split = {id(e.stacked) for e in examples if e.stacked is not None}
-        return _Trace(traced, call, [id(x) in split for x in call.inputs])
+        try:
+            traced, call = self._function.traced(*args, **kwargs)
+        except ArgumentTypeError:  # for one, that it computes with what would be split
+            if all(e.stacked is None or is_per_replica(leaf) for e, leaf in zip(examples, self._leaves)):
+                raise
+            self._whole = True
+        else:
+            split = {id(e.stacked) for e in examples if e.stacked is not None}
+            return _Trace(traced, call, [id(x) in split for x in call.inputs])
+        return self._trace(rows, n)
 
     def _check_divides(self, rows: int | None, n: int, target: Target) -> None:
         if rows is not None and rows % n:
+            nearest = " and ".join(str(n * parts) for parts in (rows // n, rows // n + 1) if parts)
             raise UnevenBatchError(
-                f"preflight: a global batch of {rows} rows does not divide by the {n} replicas of {target.label}. The next"
-                f" ones that do are {rows // n * n or n} and {(rows // n + 1) * n}."
+                f"preflight: a global batch of {rows} rows does not divide by the {n} replicas of {target.label}. The nearest"
+                f" that do: {nearest}."
             )
 
     def _lowered(self, trace: _Trace, target: Target, rows: int | None) -> Program:
@@ -179,7 +190,8 @@ class VariableStep:
         ]
         args = (donated, [*arguments, *kept], constants)
         n = 1 if traced.strategy is None else len(traced.strategy.devices)
-        lowered = _lower(self.name, compiled.run, args, target)
+        # JAX counts the devices of the inputs, of which there may be none.
+        lowered = replace(_lower(self.name, compiled.run, args, target), num_devices=n)
         return Program(
             name=self.name,
             lowered=lowered,

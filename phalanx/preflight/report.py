@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from phalanx._checks import check_int
 from phalanx.errors import PhalanxError
 from phalanx.preflight import estimate, hlo, operations
 from phalanx.preflight.checks import Evidence, Warning, all_warnings, human, layer_of
@@ -192,15 +193,16 @@ class Report:
 
     @functools.cached_property
     def largest_batch_that_fits(self) -> int | None:
-        """About the largest global batch that fits, found by compiling for several; None without a batch.
+        """About the largest global batch that fits, found by compiling for several.
 
         It fits, and one that is larger by a 64th (where there are few rows: by one for each replica) does not. 0 when
-        not even one row for each replica fits. The search ends at 1,048,576 rows for each.
+        not even one row for each replica fits. The search ends at 1,048,576 rows for each. None without a batch, and
+        where it is not known how much memory there is (on CPUs).
         """
         from phalanx.preflight.batches import largest
 
         n, rows = self.num_devices, self._program.rows_per_device
-        if rows is None or (not self.fits and self.verdict == "fails"):
+        if rows is None or self.bytes.available is None or self.verdict == "fails":
             return None
 
         def needed(r: int) -> tuple[bool, int]:
@@ -232,7 +234,7 @@ class Report:
 
     @property
     def bytes_accessed(self) -> float:
-        """What one device's program reads and writes in a step, as XLA counts."""
+        """What one device's program reads and writes in a step, as XLA counts, which takes the body of a loop once."""
         return self._outcome.cost.get("bytes accessed", 0.0)
 
     @functools.cached_property
@@ -264,13 +266,18 @@ class Report:
 
     @functools.cached_property
     def scaling(self) -> list[estimate.Size]:
-        """The same rows for each replica on 8, 16, ... 4096 chips: compiled up to 256, and computed from there."""
+        """The same rows for each replica on 8, 16, ... 4096 chips: compiled up to 256, and computed from there.
+
+        Empty where the chip is not known, and for a step that does not run on all devices.
+        """
         return self.scaling_to()
 
     def scaling_to(self, largest: int = 4096, compiled_to: int = 256) -> list[estimate.Size]:
         """As `scaling`, for other limits; each size up to `compiled_to` that is offered is compiled."""
         from phalanx.preflight.scaling import curve
 
+        check_int(largest, "scaling_to: largest")
+        check_int(compiled_to, "scaling_to: compiled_to")
         return curve(self, self._again, largest, compiled_to)
 
     # ---- views ----

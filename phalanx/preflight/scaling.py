@@ -13,22 +13,22 @@ if TYPE_CHECKING:
 
 
 def curve(report: Report, again: Callable[..., Report], largest: int, compiled_to: int) -> list[estimate.Size]:
-    """One point for each power of two; without a chip that is known, or a program, none."""
-    chip, step_time = report.target.chip, report.step_time
+    """One point for each power of two; none without a chip that is known, a program, or replicas on all devices."""
+    chip, step_time, here = report.target.chip, report.step_time, report.target
     rows = report._program.rows_per_device
-    if chip is None or step_time is None or rows is None:
+    if chip is None or step_time is None or rows is None or report.num_devices != here.num_devices:
         return []
     found: list[tuple[Target, estimate.StepTime, bool]] = []
     last = report
     for chips in estimate.sizes_of(chip, largest):
-        target = report.target if chips == report.target.num_chips else report.target.with_chips(chips)
+        target = here if chips == here.num_chips and here.num_slices == 1 else here.with_chips(chips)
         if target is not None and chips <= compiled_to:
-            of_this = report if target is report.target else again(target, rows * target.num_devices)
+            of_this = report if target is here else again(target, rows * target.num_devices)
             if of_this.step_time is not None:
                 last = of_this
                 found.append((target, of_this.step_time, True))
             continue
-        target = target or _several(report.target, chips)
+        target = target or _several(here, chips)
         if target is None or last.step_time is None:
             continue
         communication = estimate.scaled_communication(last.collectives, last.target, target)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 from collections.abc import Sequence
@@ -18,6 +17,10 @@ from phalanx.preflight.chips import CHIPS, Chip
 
 _SMALL_HOST = 4
 """Chips of a host in slices of several hosts."""
+_MOST_DEVICES = 2**17
+"""Of all slices together; sixteen times those of the largest slice that is offered."""
+_MOST_CPU_DEVICES = 2**11
+"""JAX takes those above for another process's."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,6 @@ def known() -> list[Target]:
     return [find(f"{chip.name}:{shape}") for chip in CHIPS.values() for shape in chip.shapes]
 
 
-@functools.lru_cache(maxsize=256)
 def find(name: str, num_slices: int = 1) -> Target:
     """The target of this name.
 
@@ -123,20 +125,37 @@ def find(name: str, num_slices: int = 1) -> Target:
         return find(slice_, int(count) * num_slices)
     here = re.fullmatch(r"(cpu|gpu|cuda|rocm)(?::(\d+))?", plain)
     if here:
-        return _present(here[1], None if here[2] is None else int(here[2]))
+        if num_slices > 1:
+            raise ArgumentError(
+                f"num_slices={num_slices} is for slices of TPUs, and {name!r} is none. Say how many devices there are in all:"
+                f" '{here[1]}:{int(here[2] or 1) * num_slices}'."
+            )
+        return _possible(_present(here[1], None if here[2] is None else int(here[2])))
     generation, shape = _taken_apart(plain)
     chip = CHIPS.get(generation)
     if chip is None or shape not in chip.shapes:
         raise _unknown(name, chip)
     sizes = _sizes(shape)
-    return Target(
-        name=f"{chip.name}:{shape}",
-        platform="tpu",
-        num_devices=math.prod(sizes) * chip.devices * num_slices,
-        chip=chip,
-        shape=sizes,
-        num_slices=num_slices,
+    return _possible(
+        Target(
+            name=f"{chip.name}:{shape}",
+            platform="tpu",
+            num_devices=math.prod(sizes) * chip.devices * num_slices,
+            chip=chip,
+            shape=sizes,
+            num_slices=num_slices,
+        )
     )
+
+
+def _possible(target: Target) -> Target:
+    """The target, if it is not beyond all reason."""
+    most = _MOST_CPU_DEVICES if target.platform == "cpu" else _MOST_DEVICES
+    if target.num_devices > most:
+        raise ArgumentError(
+            f"topology {target.label!r} has {target.num_devices:,} devices; programs are compiled for {most:,} at most."
+        )
+    return target
 
 
 def of_devices(devices: Sequence[Any]) -> Target:
@@ -175,16 +194,16 @@ def chip_of(device: Any) -> Chip | None:
 
 
 def _present(platform: str, n: int | None) -> Target:
+    if n == 0:
+        raise ArgumentError(f"topology '{platform}:0' has no devices. Give it some: '{platform}:1'.")
     if platform == "cpu":  # any number of them can be played
-        if n == 0:
-            raise ArgumentError("topology 'cpu:0' has no devices.")
         n = n or len(jax.devices("cpu"))
         return Target(name=f"cpu:{n}", platform="cpu", num_devices=n)
     try:
         devices = jax.devices(platform)
     except RuntimeError:
         devices = []
-    if len(devices) < max(1, n or 1):
+    if len(devices) < (n or 1):
         raise DeviceError(
             f"topology '{platform}:{n or 1}': JAX sees {len(devices)} such devices here. Programs for GPUs are compiled where"
             " these are; TPU slices such as 'v5e:4x4' need not be here."

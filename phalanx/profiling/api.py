@@ -37,7 +37,7 @@ def profile(step: Callable[[Any], Any], batches: Iterable[Any], *, steps: int = 
     Raises:
         ArgumentError: when there is no batch, `steps` is no positive int, or the step returns no array.
         ArgumentTypeError: when `step` is no function or `batches` cannot be iterated.
-        StrategyError: inside a traced function, a replica or a tape.
+        StrategyError: inside a traced function, a replica, a tape or another profile.
 
     Example:
         >>> w = px.Variable(jnp.ones((64, 64)))
