@@ -29,8 +29,8 @@ class Optimizer:
     """Updates variables by an optax transformation, whose state lives in variables too.
 
     Args:
-        tx: any ``optax.GradientTransformation``. Settings that change during training are variables when
-            they come from ``optax.inject_hyperparams``: assign to ``optimizer.state.hyperparams["learning_rate"]``.
+        tx: any ``optax.GradientTransformation``. A learning rate that you change is a variable that a schedule
+            reads, ``optax.adam(lambda count: rate.value)``; ``optax.adam(rate)`` would use its value of now for ever.
 
     Raises:
         ArgumentTypeError: for something that is not an optax transformation.
