@@ -187,7 +187,7 @@ _Groups = dict[Strategy, list[Variable]]
 
 
 def _refuse_traces() -> None:
-    if not state.top().is_eager or state.context().in_replica:
+    if state.in_step():
         raise StrategyError("Replicas are audited outside of traced functions and replicas: after the step.")
 
 

@@ -314,7 +314,7 @@ register(NonFiniteGuard, _parts_of)
 
 
 def _refuse_traces() -> None:
-    if not state.top().is_eager or state.context().in_replica:
+    if state.in_step():
         raise StrategyError("A NonFiniteGuard is asked outside of traced functions and replicas: after the step.")
 
 

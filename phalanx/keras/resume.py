@@ -69,6 +69,7 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
             runs=0,
             batches_per_run=self._feed.batches_per_run,
         )
+        self._manager.claim()
         self._manager.restore_latest(self._kept)
         if self._kept.runs_in_epoch and self._kept.batches_per_run != self._feed.batches_per_run:
             raise ArgumentError(
