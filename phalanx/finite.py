@@ -162,7 +162,9 @@ class NonFiniteGuard:
             )
         self._is_scaled = False
         given = pairs_of(grads_and_vars)
-        pairs = [(g, v) for (g, _), (_, v) in zip(checked_pairs(given), given)]  # Keras's optimizers want Keras's variables
+        pairs = [
+            (g, v) for (g, _), (_, v) in zip(checked_pairs(given), given)
+        ]  # Keras's optimizers want Keras's variables
         present = [(g, v) for g, v in pairs if g is not None]
         if not present:
             self.optimizer.apply_gradients(pairs)  # which says what is wrong

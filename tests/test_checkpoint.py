@@ -211,7 +211,11 @@ def test_what_cannot_be_kept_is_named():
         ({"f": {"inner": [len]}}, ArgumentTypeError, "'f/inner/0' is a builtin_function_or_method"),
         ({"part": w.components[0]}, ArgumentTypeError, "'part' is a Component"),
         ({"optimizer": px.Optimizer(optax.adam(0.1))}, ArgumentError, r"'optimizer' has no variables yet.*\.build"),
-        ({"a": {"names": np.array(["a"])}}, ArgumentTypeError, "'a/names' is a ndarray of dtype <U1. Arrays of numbers"),
+        (
+            {"a": {"names": np.array(["a"])}},
+            ArgumentTypeError,
+            "'a/names' is a ndarray of dtype <U1. Arrays of numbers",
+        ),
         ({"a": np.array([None])}, ArgumentTypeError, "'a' is a ndarray of dtype object"),
         ({"a": np.zeros(1, "datetime64[s]")}, ArgumentTypeError, "'a' is a ndarray of dtype datetime64"),
         ({"a": np.zeros(1, np.longdouble)}, ArgumentTypeError, "'a' is a ndarray of dtype float128"),
@@ -433,7 +437,9 @@ def test_another_program_that_writes_to_the_directory_is_named_and_a_dead_one_is
         assert other.stdout is not None and other.stdout.readline() == "saved\n"
         manager, w = px.CheckpointManager(tmp_path), px.Variable(0.0)
         for write in (lambda: manager.save(px.Checkpoint(w=w), step=2), lambda: next(iter(resumable(tmp_path, w)))):
-            with pytest.raises(CheckpointError, match=f"Another program writes .*: pid {other.pid} on host .*of its own"):
+            with pytest.raises(
+                CheckpointError, match=f"Another program writes .*: pid {other.pid} on host .*of its own"
+            ):
                 write()
         assert manager.restore_latest(px.Checkpoint(w=w)) == 1 == float(w), "it may be read"
     finally:

@@ -324,7 +324,11 @@ def test_what_is_no_gradient_is_refused_as_without_the_guard(pairs, options, kin
         (lambda o: px.NonFiniteGuard(o, "warn"), ArgumentError, "policy must be one of 'raise', 'skip', 'rescale'"),
         (lambda o: px.NonFiniteGuard(o, every=0), ArgumentError, "every must be a positive int, got 0"),
         (lambda o: px.NonFiniteGuard(o, growth_steps=1.5), ArgumentError, "growth_steps must be a positive int"),
-        (lambda o: px.NonFiniteGuard(o, initial_scale=0.5), ArgumentError, "must be a number from 1 to 2[*][*]24, got 0.5"),
+        (
+            lambda o: px.NonFiniteGuard(o, initial_scale=0.5),
+            ArgumentError,
+            "must be a number from 1 to 2[*][*]24, got 0.5",
+        ),
         (lambda o: px.NonFiniteGuard(o, initial_scale=2.0**40), ArgumentError, "must be a number from 1 to 2[*][*]24"),
     ],
 )
