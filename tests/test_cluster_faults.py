@@ -7,6 +7,8 @@ import re
 import signal
 import subprocess
 import sys
+import time
+from types import SimpleNamespace
 
 import pytest
 from cluster import environment, pair, stop_when_told, wait_for, write
@@ -209,6 +211,15 @@ def test_a_forked_child_does_not_keep_its_dead_parent_alive_for_the_others(tmp_p
         for process in processes:
             process.kill()
             process.communicate()
+
+
+@pytest.mark.parametrize("limit", [float("inf"), 1e30, 1e9])
+def test_a_limit_beyond_what_clocks_can_count_is_watched_too(limit):
+    watchdog, ended = px.cluster.Watchdog(step_timeout=limit), iter([False, True])
+    watchdog._ended = SimpleNamespace(wait=lambda seconds: next(ended))
+    watchdog._began = time.monotonic()
+    watchdog._watch()
+    assert list(ended) == []
 
 
 @pytest.mark.parametrize("limit", [0, -1, "5", True])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -22,8 +24,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         subparser = commands.add_parser(name, help=module.HELP, description=module.HELP)
         module.add_arguments(subparser)
         subparser.set_defaults(run=module.run)
+    if sys.stdout is None:  # closed, as in `>&-`
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     options = parser.parse_args(arguments)
-    return int(options.run(options))
+    try:
+        code = int(options.run(options))
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read the output has gone, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    return code
 
 
 def usage_error(message: object) -> int:

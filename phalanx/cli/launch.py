@@ -49,8 +49,12 @@ def run(args: argparse.Namespace) -> int:
     ):
         if value < least:
             return usage_error(f"{name} must be at least {least}, got {value}.")
+    if not 0 <= args.port <= 65535:
+        return usage_error(f"--port must be from 1 to 65535, or 0 for a free one, got {args.port}.")
+    if not args.pause >= 0:
+        return usage_error(f"--pause must be a number of seconds from 0 on, got {args.pause}.")
     try:
-        command = python_command(args.script, args.arguments)
+        command = python_command(args)
     except ArgumentError as error:
         return usage_error(error)
     return Launcher(args, command).run()

@@ -20,22 +20,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_script(parser: argparse.ArgumentParser) -> None:
     """The script and its arguments, which come last."""
-    parser.add_argument("script", help="a Python file, or -m and the name of a module")
+    parser.add_argument(
+        "-m", dest="is_module", action="store_true", help="SCRIPT is the name of a module, as for Python"
+    )
+    parser.add_argument("script", help="a Python file")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
 
 
-def python_command(script: str, arguments: list[str]) -> list[str]:
+def python_command(args: argparse.Namespace) -> list[str]:
     """The command line that runs the script with this Python; no shell ever sees it.
 
     Raises:
         ArgumentError: when there is no such file.
     """
-    if script == "-m":
-        if not arguments:
-            raise ArgumentError("-m needs the name of a module.")
-    elif not os.path.isfile(script):
-        raise ArgumentError(f"there is no file {script!r}.")
-    return [sys.executable, script, *arguments]
+    if args.is_module:
+        return [sys.executable, "-m", args.script, *args.arguments]
+    if not os.path.isfile(args.script):
+        raise ArgumentError(f"there is no file {args.script!r}.")
+    return [sys.executable, args.script, *args.arguments]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -43,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     if args.devices < 1:
         return usage_error(f"--devices must be at least 1, got {args.devices}.")
     try:
-        command = python_command(args.script, args.arguments)
+        command = python_command(args)
     except ArgumentError as error:
         return usage_error(error)
     environment = {**os.environ, "JAX_NUM_CPU_DEVICES": str(args.devices), "JAX_PLATFORMS": "cpu"}
