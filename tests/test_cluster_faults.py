@@ -36,6 +36,8 @@ LOOP = """
             step()
             float(w)
             if number == 20 and me == 1:
+                if task == "ends early":
+                    break
                 if task == "fails":
                     raise ValueError("bad data")
                 if task == "hangs":
@@ -98,6 +100,12 @@ def test_a_step_that_hangs_is_reported_with_the_stacks_of_every_thread_of_every_
         assert "--- thread phalanx-lifeline" in report
         assert re.search(r"Behind the others, in step 20: process 1 \(host", report) or "in step 20" in report
     assert "_launch.py" in waiting or "float(w)" in waiting
+
+
+def test_a_process_that_makes_fewer_steps_ends_all(tmp_path):
+    codes, (waiting, _) = ends(tmp_path, "ends early")
+    assert codes == [px.cluster.EXIT_STUCK] * 2
+    assert "phalanx: process 0 is in step 21" in waiting and "float(w)" in waiting
 
 
 RESUMABLE = """
@@ -167,6 +175,8 @@ def test_a_process_that_finishes_early_waits_for_the_others_and_is_not_mourned(t
         """
         import sys, time
         import phalanx as px
+        from phalanx.cluster import connection
+        connection._TELL_SECONDS = 0.5
         me = int(sys.argv[1])
         px.connect(px.cluster.Explicit(2, me, f"127.0.0.1:{sys.argv[2]}"), timeout=30, heartbeat=1)
         if me == int(sys.argv[3]):
@@ -179,6 +189,8 @@ def test_a_process_that_finishes_early_waits_for_the_others_and_is_not_mourned(t
         ended = [process.communicate(timeout=60) for process in processes]
         assert [process.returncode for process in processes] == [0, 0], ended
         assert [out for out, _ in ended] == ["end of 0\n", "end of 1\n"]
+        assert f"process {1 - late} has finished and waits for process {late} (host" in ended[1 - late][1]
+        assert "waits for" not in ended[late][1]
 
 
 def test_a_forked_child_does_not_keep_its_dead_parent_alive_for_the_others(tmp_path):

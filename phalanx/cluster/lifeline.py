@@ -125,9 +125,14 @@ class Lifeline:
         if self._failed:
             return
         self.tell("finished")
-        if not self._all_finished.wait(told) and self.me == 0:
+        if not self._all_finished.wait(told) and self.me == min(self._finished):
             late = [str(m) for m in self.members if m.process_id not in self._finished]
-            sys.stderr.write(f"phalanx: process 0 has finished and waits for {', '.join(late)}\n")
+            sys.stderr.write(
+                f"phalanx: process {self.me} has finished and waits for {', '.join(late)}. If that is in a step on the devices"
+                " of all processes, it waits for ever: all must make equally many steps. px.cluster.Watchdog ends such a"
+                " program, with the line that it waits in.\n"
+            )
+            sys.stderr.flush()
         self._all_finished.wait()
 
     def wait_for_blame(self) -> None:
