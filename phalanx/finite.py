@@ -40,7 +40,8 @@ _OWN, _SUM, _LOSS = 1, 2, 4
 class NonFiniteGuard:
     """An optimizer whose steps with NaN or infinite losses or gradients do not count, on any replica.
 
-    Use it in place of the optimizer. Such a step changes neither the variables nor the optimizer's state.
+    Use it in place of the optimizer, or with Keras's `fit` as a callback: ``px.NonFiniteGuard(model.optimizer)``. Such a
+    step changes neither the variables nor the optimizer's state.
 
     Args:
         optimizer: a `px.Optimizer`, or an optimizer of Keras's.
@@ -155,6 +156,10 @@ class NonFiniteGuard:
         Raises:
             ArgumentError: with ``"rescale"``, when the loss was not scaled.
         """
+        self._applied(grads_and_vars, reduce, loss)
+
+    def _applied(self, grads_and_vars: Any, reduce: Reduction, loss: Any) -> jax.Array:
+        """As `apply_gradients`; whether the step counts, on all replicas."""
         if self.policy == "rescale" and not self._is_scaled:
             raise ArgumentError(
                 "NonFiniteGuard(policy='rescale').apply_gradients divides the gradients by the loss scale, and no loss was"
@@ -162,13 +167,12 @@ class NonFiniteGuard:
             )
         self._is_scaled = False
         given = pairs_of(grads_and_vars)
-        pairs = [
-            (g, v) for (g, _), (_, v) in zip(checked_pairs(given), given)
-        ]  # Keras's optimizers want Keras's variables
+        # Keras's optimizers want Keras's variables.
+        pairs = [(g, v) for (g, _), (_, v) in zip(checked_pairs(given), given)]
         present = [(g, v) for g, v in pairs if g is not None]
         if not present:
             self.optimizer.apply_gradients(pairs)  # which says what is wrong
-            return
+            return jnp.bool_(True)
         own = [0.0 if loss is None else loss, *(g for g, _ in present)]
         own = [value if is_per_replica(value) else as_array(value, "apply_gradients") for value in own]
         merged = _merged(own, reduce)
@@ -182,6 +186,7 @@ class NonFiniteGuard:
             finite = finite & (counts[1] == 0)
         self._step(finite, ready)
         self._note(finite, counts, seen)
+        return finite
 
     def _number(self, variable: Any) -> int:
         (variable,) = counterparts([variable])

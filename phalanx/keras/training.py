@@ -138,6 +138,7 @@ class Loops:
         given["callbacks"] = [*_keras.callbacks(given["callbacks"]), *filter(None, [resuming])]
         steps = given["steps_per_epoch"] or given["x"].num_batches
         given["callbacks"] = self._callbacks(given, steps, epochs=given["epochs"], add_history=True)
+        self._steps.guard = given["callbacks"].guard
         self._steps.averages = _keras.averages(self.optimizer) if validate_with == "ema" else None
         self._steps.resuming = resuming is not None
         try:
@@ -147,7 +148,7 @@ class Loops:
             assert resuming is not None
             resuming.leave()
         finally:
-            self._steps.averages, self._steps.resuming = None, False
+            self._steps.averages, self._steps.resuming, self._steps.guard = None, False, None
             if resuming is not None:
                 resuming.close()
 
