@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -465,6 +466,40 @@ sys.stdin.read()
 
 def resumable(directory, w):
     return px.resumable(directory, [1.0], px.Checkpoint(w=w))
+
+
+def test_a_program_that_ends_leaves_nothing_but_checkpoints_and_says_nothing(tmp_path):
+    code = "import sys, phalanx as px; m = px.CheckpointManager(sys.argv[1]); m.save(px.Checkpoint(a=1), step=1)"
+    ran = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert [path.name for path in tmp_path.iterdir()] == ["1"]
+
+
+def test_an_interrupt_while_it_waits_for_the_writing_does_not_let_the_next_one_begin(tmp_path, monkeypatch):
+    go_on, writes, write = threading.Event(), [], files.write
+    monkeypatch.setattr(
+        files, "write", lambda *args: (writes.append("begins"), go_on.wait(20), write(*args), writes.append("ends"))
+    )
+    manager = px.CheckpointManager(tmp_path)
+    manager.save(px.Checkpoint(a=1), step=1)
+
+    def interrupt(number, frame):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for _ in range(3):
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+            with pytest.raises(KeyboardInterrupt):
+                manager.save(px.Checkpoint(a=1), step=2)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert writes == ["begins"]
+    go_on.set()
+    assert manager.save(px.Checkpoint(a=1), step=2)
+    manager.wait()
+    assert writes == ["begins", "ends"] * 2 and manager.steps == [1, 2]
 
 
 def test_managers_of_one_program_share_its_directory_until_none_needs_it(tmp_path):

@@ -7,9 +7,11 @@ have none; they hold on network file systems too. Where a file system has no loc
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import socket
+import sys
 import threading
 from collections import deque
 from pathlib import Path
@@ -55,10 +57,18 @@ class _Locks:
             finally:
                 self.lock.release()
 
+    def drop_all(self) -> None:
+        """At the end of the program."""
+        with self.lock:
+            self.dropped.extend(directory for directory, (_, claims) in self.held.items() for _ in range(claims))
+            self._remove_dropped()
+
     def _remove_dropped(self) -> None:
         while self.dropped:
             directory = self.dropped.popleft()
-            file, claims = self.held.pop(directory)
+            file, claims = self.held.pop(directory, (-1, 0))
+            if claims == 0:  # dropped before, with all
+                continue
             if claims > 1:
                 self.held[directory] = file, claims - 1
                 continue
@@ -69,6 +79,7 @@ class _Locks:
 
 
 _locks = _Locks()
+atexit.register(_locks.drop_all)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_locks.__init__)  # type: ignore[misc]  # its parent has them
 
@@ -101,7 +112,9 @@ class Claim:
         if directory is not None and self._process == os.getpid():
             _locks.drop(directory)
 
-    __del__ = let_go
+    def __del__(self) -> None:
+        if not sys.is_finalizing():  # then all are dropped already
+            self.let_go()
 
 
 def _locked(path: Path) -> int:

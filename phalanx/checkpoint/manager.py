@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx._checks import check_flag
+from phalanx._interrupts import HeldBack
 from phalanx.checkpoint import files
 from phalanx.checkpoint.checkpoint import Checkpoint, Restoring, Snapshot, contents_of, describe, in_eager_code, take
 from phalanx.checkpoint.claim import Claim
@@ -155,11 +156,12 @@ class CheckpointManager:
             start = time.perf_counter()
             snapshot = self._with_all_states(take(contents), step)
             logger.debug("checkpoint of step %s copied in %.3f s", step, time.perf_counter() - start)
-            self._last = step
-            if self._processes.leads:
-                self._writing.start(lambda: self._write(step, snapshot))
-            else:
-                logger.info("checkpoint of step %s: written by process 0", step)
+            with HeldBack():  # that this step is saved, and that a thread writes it, is known together
+                self._last = step
+                if self._processes.leads:
+                    self._writing.start(lambda: self._write(step, snapshot))
+                else:
+                    logger.info("checkpoint of step %s: written by process 0", step)
         return True
 
     def claim(self) -> None:
@@ -350,26 +352,31 @@ class Writing:
     """A thread that writes one checkpoint; the program does not end before it has."""
 
     def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
+        # Not the thread's own `join`, which after an interrupt may take it for ended.
+        self._ended: threading.Event | None = None
         self._error: Exception | None = None
 
     def start(self, write: Callable[[], None]) -> None:
         """Begin; the one before has finished."""
+
+        ended = threading.Event()
 
         def run() -> None:
             try:
                 write()
             except Exception as error:
                 self._error = error
+            finally:
+                ended.set()
 
-        self._thread = threading.Thread(target=run, name="phalanx-checkpoint")
-        self._thread.start()
+        threading.Thread(target=run, name="phalanx-checkpoint").start()
+        self._ended = ended
 
     def join(self) -> None:
         """Wait for the end."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        if self._ended is not None:
+            self._ended.wait()
+            self._ended = None
 
     def failure(self) -> str | None:
         """Wait for the end, and say what went wrong, once."""
