@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,7 +36,7 @@ def check_int(value: Any, label: str, least: int = 1, *, optional: bool = False)
 
 def check_seconds(value: Any, label: str) -> None:
     """Raise unless `value` is a length of time."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
         raise ArgumentError(f"{label} must be a positive number of seconds, got {value!r:.60}.")
 
 

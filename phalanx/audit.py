@@ -187,7 +187,7 @@ _Groups = dict[Strategy, list[Variable]]
 
 
 def _refuse_traces() -> None:
-    if not state.top().is_eager or state.context().in_replica:
+    if state.in_step():
         raise StrategyError("Replicas are audited outside of traced functions and replicas: after the step.")
 
 
@@ -208,7 +208,7 @@ def _groups(target: Any, strategy: Strategy | None) -> _Groups:
     for variable in variables:
         if strategy is not None:
             state.refuse_foreign(variable, strategy, "audited")
-        if variable.num_components > 1 and not variable.per_replica and variable._stored is not None:
+        if variable.num_components > 1 and not variable.per_replica and variable.has_storage:
             groups.setdefault(variable.strategy, []).append(variable)
     return groups
 

@@ -1,7 +1,7 @@
 """`NonFiniteGuard` and `finite_or_raise`: NaN and infinity are found, named, and kept out of the variables.
 
 A program on the devices cannot raise. The guard decides there whether a step counts, from the reduced gradients, which
-are the same on all replicas; each replica notes in a variable of its own what it saw first. The host looks at these few
+are the same on all replicas; each replica notes in a variable of its own what it saw. The host looks at these few
 numbers now and then, without waiting for a step.
 """
 
@@ -22,13 +22,16 @@ from phalanx._launch import in_order
 from phalanx.checkpoint.objects import Parts, register
 from phalanx.distribute.collectives import all_reduce, check_op
 from phalanx.distribute.values import is_per_replica
-from phalanx.errors import ArgumentError, ArgumentTypeError, NonFiniteError, TracingError
-from phalanx.optim import Optimizer, Reduction
+from phalanx.errors import ArgumentError, ArgumentTypeError, NonFiniteError, StrategyError, TracingError
+from phalanx.optim import Optimizer, Reduction, checked_pairs, pairs_of
 from phalanx.variables import Component, Variable
 
 logger = logging.getLogger("phalanx")
 
 Policy = Literal["raise", "skip", "rescale"]
+
+_LARGEST_SCALE = 2.0**24
+"""The inverse of more is nothing in float16, and neither were the gradients that are divided by it."""
 
 _OWN, _SUM, _LOSS = 1, 2, 4
 """Where something was not finite: on a replica, or only in the sum over the replicas; and whether the loss was not."""
@@ -37,7 +40,8 @@ _OWN, _SUM, _LOSS = 1, 2, 4
 class NonFiniteGuard:
     """An optimizer whose steps with NaN or infinite losses or gradients do not count, on any replica.
 
-    Use it in place of the optimizer. Such a step changes neither the variables nor the optimizer's state.
+    Use it in place of the optimizer, or with Keras's `fit` as a callback: ``px.NonFiniteGuard(model.optimizer)``. Such a
+    step changes neither the variables nor the optimizer's state.
 
     Args:
         optimizer: a `px.Optimizer`, or an optimizer of Keras's.
@@ -84,8 +88,11 @@ class NonFiniteGuard:
         check_choice(policy, "NonFiniteGuard: policy", ("raise", "skip", "rescale"))
         for name, value in (("every", every), ("growth_steps", growth_steps)):
             check_int(value, f"NonFiniteGuard: {name}")
-        if isinstance(initial_scale, bool) or not isinstance(initial_scale, (int, float)) or not initial_scale >= 1:
-            raise ArgumentError(f"NonFiniteGuard: initial_scale must be a number from 1 on, got {initial_scale!r:.60}.")
+        is_number = isinstance(initial_scale, (int, float)) and not isinstance(initial_scale, bool)
+        if not is_number or not 1 <= initial_scale <= _LARGEST_SCALE:
+            raise ArgumentError(
+                f"NonFiniteGuard: initial_scale must be a number from 1 to 2**24, got {initial_scale!r:.60}."
+            )
         self.optimizer = optimizer
         self.policy = policy
         self._every = every
@@ -98,14 +105,14 @@ class NonFiniteGuard:
         rescales = policy == "rescale"
         self._counts = Variable(np.zeros(3, np.int32), trainable=False, name="guard/counts")
         """Steps, steps that did not count, and steps that counted since the scale changed."""
-        self._first = Variable(np.zeros(3, np.int32), trainable=False, name="guard/first", synchronization="on_read")
-        """Each replica's: the first step with something not finite, what it is, and where."""
+        self._seen = Variable(np.zeros(3, np.int32), trainable=False, name="guard/seen", synchronization="on_read")
+        """Each replica's: the last step that did not count (with ``"raise"`` the first), what was not finite, and where."""
         self._scale = Variable(float(initial_scale) if rescales else 1.0, trainable=False, name="guard/scale")
 
     @property
     def variables(self) -> tuple[Variable, ...]:
         """The guard's own: counts, what each replica saw, and the loss scale."""
-        return self._counts, self._first, self._scale
+        return self._counts, self._seen, self._scale
 
     @property
     def skipped(self) -> int:
@@ -152,21 +159,28 @@ class NonFiniteGuard:
         Raises:
             ArgumentError: with ``"rescale"``, when the loss was not scaled.
         """
+        self._applied(grads_and_vars, reduce, loss)
+
+    def _applied(self, grads_and_vars: Any, reduce: Reduction, loss: Any) -> jax.Array:
+        """As `apply_gradients`; whether the step counts, on all replicas."""
         if self.policy == "rescale" and not self._is_scaled:
             raise ArgumentError(
                 "NonFiniteGuard(policy='rescale').apply_gradients divides the gradients by the loss scale, and no loss was"
                 " scaled. In the tape write `scaled = guard.scale_loss(loss)`, and take tape.gradient(scaled, variables)."
             )
         self._is_scaled = False
-        pairs = [(g, v) for g, v in grads_and_vars]
+        given = pairs_of(grads_and_vars)
+        # Keras's optimizers want Keras's variables.
+        pairs = [(g, v) for (g, _), (_, v) in zip(checked_pairs(given), given)]
         present = [(g, v) for g, v in pairs if g is not None]
         if not present:
             self.optimizer.apply_gradients(pairs)  # which says what is wrong
-            return
-        own = [jnp.float32(0.0) if loss is None else jnp.asarray(loss), *(g for g, _ in present)]
+            return jnp.bool_(True)
+        own = [0.0 if loss is None else loss, *(g for g, _ in present)]
+        own = [value if is_per_replica(value) else as_array(value, "apply_gradients") for value in own]
         merged = _merged(own, reduce)
         own = [total if is_per_replica(value) else value for value, total in zip(own, merged)]
-        finite, first = self._look(own, merged, [0, *(self._number(v) for _, v in present)])
+        finite, seen = self._look(own, merged, [0, *(self._number(v) for _, v in present)])
         inverse = 1.0 / state.top().base.load(self._adopted(self._scale))
         reduced = iter(merged[1:])
         ready = [(None if g is None else _times(next(reduced), inverse), v) for g, v in pairs]
@@ -174,7 +188,8 @@ class NonFiniteGuard:
         if self.policy == "raise":
             finite = finite & (counts[1] == 0)
         self._step(finite, ready)
-        self._note(finite, counts, first)
+        self._note(finite, counts, seen)
+        return finite
 
     def _number(self, variable: Any) -> int:
         (variable,) = counterparts([variable])
@@ -203,20 +218,20 @@ class NonFiniteGuard:
         place = state.top().base
         place.store_all({v: jnp.where(finite, place.load(v), old) for v, old in before.items()})
 
-    def _note(self, finite: Any, counts: Any, first: Any) -> None:
+    def _note(self, finite: Any, counts: Any, seen: Any) -> None:
         place = state.top().base
         step = counts[0] + 1
         good = jnp.where(finite, counts[2] + 1, 0)
         if self.policy == "rescale":
             scale = place.load(self._scale)
             grows = good >= self._growth_steps
-            grown = jnp.where(grows, jnp.minimum(scale * 2, 2.0**24), scale)
+            grown = jnp.where(grows, jnp.minimum(scale * 2, _LARGEST_SCALE), scale)
             place.store(self._scale, jnp.where(finite, grown, jnp.maximum(scale / 2, 1.0)))
             good = jnp.where(grows, 0, good)
         place.store(self._counts, jnp.stack([step, counts[1] + ~finite, good]))
-        known = place.load(self._adopted(self._first))  # this replica's, or outside of replicas everyone's
-        seen = jnp.concatenate([step[None], first])
-        place.store(self._first, jnp.where((known[:, :1] == 0) & ~finite, seen, known))
+        known = place.load(self._adopted(self._seen))  # this replica's, or outside of replicas everyone's
+        is_news = ~finite & ((counts[1] == 0) if self.policy == "raise" else True)
+        place.store(self._seen, jnp.where(is_news, jnp.concatenate([step[None], seen]), known))
 
     def _adopted(self, variable: Variable) -> Variable:
         strategy = state.context().strategy
@@ -231,7 +246,9 @@ class NonFiniteGuard:
 
         Raises:
             NonFiniteError: see `check`.
+            StrategyError: in a traced function or a replica.
         """
+        _refuse_traces()
         self._host_steps += 1
         if self._pending is not None and all(x.is_ready() for x in self._pending):
             pending, self._pending = self._pending, None
@@ -244,16 +261,18 @@ class NonFiniteGuard:
 
         Raises:
             NonFiniteError: with the policy ``"raise"`` when a step was not finite, with ``"rescale"`` when one was not at
-                a scale of 1: naming the first, what was not finite, and on which replica.
+                a scale of 1: naming it, what was not finite, and on which replica.
+            StrategyError: in a traced function or a replica.
         """
+        _refuse_traces()
         self._pending = None
         self._judge(*map(state.borrow, self.variables))
 
-    def _judge(self, counts: Any, first: Any, scale: Any) -> None:
+    def _judge(self, counts: Any, seen: Any, scale: Any) -> None:
         skipped = int(_here(counts)[1])
         if skipped <= self._reported:
             return
-        what = self._say(first)
+        what = self._say(seen)
         if self.policy == "raise":
             raise NonFiniteError(
                 f"{what}. The variables are as they were before that step. Look at its batch and the learning rate; with"
@@ -263,11 +282,12 @@ class NonFiniteGuard:
             raise NonFiniteError(f"{what}, at a loss scale of 1 too: it does not come from the scale.")
         logger.warning("%d step(s) did not count: %s", skipped - self._reported, what)
         self._reported = skipped
-        self._forget()
 
     def _say(self, stored: Any) -> str:
-        noted = [(*map(int, part), replica) for replica, part in _local_parts(self._first, stored)]
+        noted = [(*map(int, part), replica) for replica, part in _local_parts(self._seen, stored)]
         noted = sorted((step, replica, what, flags) for step, what, flags, replica in noted if step)
+        if not noted:
+            return "Before the checkpoint that was restored a step was not finite"
         step, replica, what, flags = next((note for note in noted if note[-1] & _OWN), noted[0])
         things = ["the loss"] if flags & _LOSS else []
         things += [f"the gradient of {self._names[what - 1]}"] if what else []
@@ -275,19 +295,20 @@ class NonFiniteGuard:
         is_are = "are" if len(things) > 1 else "is"
         if flags & _OWN:
             return f"At step {step} {subject} {is_are} not finite on replica {replica}"
-        if any(d.process_index != jax.process_index() for d in getattr(self._first.strategy, "devices", ())):
+        if any(d.process_index != jax.process_index() for d in getattr(self._seen.strategy, "devices", ())):
             return f"At step {step} {subject} {is_are} not finite on a replica of another process, or only in the sum"
         return f"At step {step} {subject} {is_are} finite on each replica, but not in the sum over them"
 
-    def _forget(self) -> None:
-        with state.lifted_out():
-            self._first.assign(np.zeros(3, np.int32))
-
     def reset(self) -> None:
-        """Forget what was seen: with the policy ``"raise"`` steps count again."""
+        """Forget what was seen: with the policy ``"raise"`` steps count again.
+
+        Raises:
+            StrategyError: in a traced function or a replica.
+        """
+        _refuse_traces()
         self._pending = None
-        self._forget()
         with state.lifted_out():
+            self._seen.assign(np.zeros(3, np.int32))
             self._counts.assign(self._counts.value.at[1].set(0))
         self._reported = 0
 
@@ -300,6 +321,11 @@ def _parts_of(guard: NonFiniteGuard, path: str) -> Parts:
 
 
 register(NonFiniteGuard, _parts_of)
+
+
+def _refuse_traces() -> None:
+    if state.in_step():
+        raise StrategyError("A NonFiniteGuard is asked outside of traced functions and replicas: after the step.")
 
 
 def _times(value: Any, factor: Any) -> Any:
@@ -370,7 +396,7 @@ def finite_or_raise(values: Any, name: str = "value") -> Any:
                 f"finite_or_raise: {label} is being traced, and a program on the devices cannot raise. Call it on the"
                 " results of the step, or use px.NonFiniteGuard for gradients."
             )
-        if jnp.issubdtype(getattr(array, "dtype", type(array)), jnp.inexact) or isinstance(array, (float, complex)):
+        if isinstance(array, (float, complex)) or jnp.issubdtype(getattr(array, "dtype", np.bool_), jnp.inexact):
             found.append((label, parted, array, _are_bad(array, leaf.strategy if parted else None)))
     for label, parted, array, flags in found:
         bad = np.asarray(flags)
@@ -382,8 +408,10 @@ def finite_or_raise(values: Any, name: str = "value") -> Any:
 
 def _are_bad(array: Any, strategy: Any) -> Any:
     """Whether something in it is not finite; for each replica, of a strategy's."""
+    if not isinstance(array, jax.Array):
+        return not np.isfinite(array).all()  # on the host: devices have no float64
     in_turn = strategy is not None and strategy.in_order
-    return in_order(in_turn, lambda: [_bad(jnp.asarray(array), strategy is not None)])[0]
+    return in_order(in_turn, lambda: [_bad(array, strategy is not None)])[0]
 
 
 def _is_value(value: Any) -> bool:

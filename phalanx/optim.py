@@ -146,7 +146,7 @@ class Optimizer:
         """
         if reduce is not None:
             reduce = check_op(reduce, "apply_gradients(reduce=...)")
-        pairs = _checked_pairs(grads_and_vars)
+        pairs = checked_pairs(grads_and_vars)
         if not self._updated:
             self.build(v for _, v in pairs)
         known = set(self._updated)
@@ -273,7 +273,13 @@ def _checked_variables(variables: Any, caller: str) -> tuple[Variable, ...]:
     return variables
 
 
-def _checked_pairs(grads_and_vars: Any) -> list[tuple[Any, Variable]]:
+def pairs_of(grads_and_vars: Any) -> list[tuple[Any, Any]]:
+    """What should be pairs, as a list.
+
+    Raises:
+        ArgumentError: for none.
+        ArgumentTypeError: for something else.
+    """
     try:
         pairs = [(g, v) for g, v in grads_and_vars]
     except (TypeError, ValueError) as error:
@@ -282,6 +288,17 @@ def _checked_pairs(grads_and_vars: Any) -> list[tuple[Any, Variable]]:
         ) from error
     if not pairs:
         raise ArgumentError("apply_gradients: there are no pairs. Was the zip used up already?")
+    return pairs
+
+
+def checked_pairs(grads_and_vars: Any) -> list[tuple[Any, Variable]]:
+    """Gradients as arrays, and variables, that go together.
+
+    Raises:
+        ArgumentError: for none, for wrong shapes, and for variables that an optimizer cannot update.
+        ArgumentTypeError: for something else.
+    """
+    pairs = pairs_of(grads_and_vars)
     variables = _checked_variables([v for _, v in pairs], "apply_gradients")
     return [(None if g is None else _checked_gradient(g, v), v) for (g, _), v in zip(pairs, variables)]
 

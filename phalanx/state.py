@@ -504,6 +504,11 @@ def is_plain() -> bool:
     return _stack.top.is_eager and _stack.top.context.strategy is None and _stack.top.base is _stack.top
 
 
+def in_step() -> bool:
+    """Whether this is code of a step: of a traced function, ours or JAX's, or of a replica."""
+    return not _stack.top.is_eager or context().in_replica or any(map(_jax.is_staging, _jax.trace_chain()))
+
+
 def borrow(variable: Variable) -> Any:
     """The stored array here and now, which no step will take away from whoever asked."""
     place = _stack.top.base

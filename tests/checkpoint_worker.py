@@ -2,33 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import logging
-import os
 import sys
-import time
-import traceback
 from pathlib import Path
 
 import jax
 import numpy as np
+from scenarios import ME, main, outcome, scenario
 
-ME, PORT, DIRECTORY = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
-SCENARIOS = {}
+import phalanx as px
 
-
-def scenario(fn):
-    SCENARIOS[fn.__name__] = fn
-    return fn
-
-
-def outcome(fn, *args, **kwargs):
-    start = time.monotonic()
-    try:
-        result = fn(*args, **kwargs)
-    except Exception as error:
-        result = f"{type(error).__name__}: {error}"
-    return {"result": result, "quick": time.monotonic() - start < 20}
+DIRECTORY = Path(sys.argv[3])
 
 
 class Counter:
@@ -47,7 +30,7 @@ class Counter:
         self.value = state["value"]
 
 
-def variables(px, strategy, fill):
+def variables(strategy, fill):
     with strategy.scope():
         return {
             "w": px.Variable(np.full(3, fill, np.float32), name="w"),
@@ -60,28 +43,61 @@ def values(strategy, made):
 
 
 @scenario
-def saved_and_restored(px, strategy):
-    here, counter = variables(px, strategy, 1.0), Counter(10 + ME)
+def saved_and_restored(strategy):
+    here, counter = variables(strategy, 1.0), Counter(10 + ME)
     strategy.run(lambda: here["own"].assign(px.get_replica_context().replica_id + 5.0))
     manager = px.CheckpointManager(DIRECTORY / "both")
     manager.save(px.Checkpoint(variables=here, counter=counter), step=3)
     manager.wait()
-    there, other = variables(px, strategy, 0.0), Counter(0)
+    there, other = variables(strategy, 0.0), Counter(0)
     step = manager.restore_latest(px.Checkpoint(variables=there, counter=other))
     return {"step": step, "values": values(strategy, there), "counter": other.value, "steps": manager.steps}
 
 
 @scenario
-def of_four_replicas(px, strategy):
-    there = variables(px, strategy, 0.0)
+def of_four_replicas(strategy):
+    there = variables(strategy, 0.0)
     manager = px.CheckpointManager(DIRECTORY / "four")
     step = manager.restore_latest(px.Checkpoint(variables=there))
     return {"step": step, "values": values(strategy, there), "sum": float(there["own"].numpy())}
 
 
+def numbers(key):
+    return np.asarray(jax.random.key_data(key.value.addressable_shards[0].data)).tolist()
+
+
 @scenario
-def refused_by_one(px, strategy):
-    here = variables(px, strategy, 1.0)
+def random_keys(strategy):
+    with strategy.scope():
+        key = px.Variable(jax.random.key(3 + ME), name="key")
+        keys = px.Variable(jax.random.split(jax.random.key(1, impl="rbg"), 2), name="keys")
+        own = px.Variable(jax.random.key(0), synchronization="on_read", aggregation="only_first_replica", name="own")
+
+    @px.function
+    def step():
+        new, used = jax.random.split(key.value)
+        key.assign(new)
+
+        def replica():
+            own.assign(jax.random.fold_in(own.value, px.get_replica_context().replica_id))
+            return jax.random.key_data(own.value)
+
+        return strategy.gather(strategy.run(replica), axis=0), jax.random.key_data(used)
+
+    first = numbers(key)
+    manager = px.CheckpointManager(DIRECTORY / "keys")
+    manager.save(px.Checkpoint(key=key, keys=keys, own=own), step=1)
+    once = [np.asarray(part).tolist() for part in step()]
+    key.assign(jax.random.key(7))
+    assigned = numbers(key)
+    manager.restore_latest(px.Checkpoint(key=key, keys=keys, own=own))
+    again = [np.asarray(part).tolist() for part in step()]
+    return {"first": first, "assigned": assigned, "once": once, "again": again, "equal": px.audit([key, keys]).equal}
+
+
+@scenario
+def refused_by_one(strategy):
+    here = variables(strategy, 1.0)
     manager = px.CheckpointManager(DIRECTORY / "refused")
     manager.save(px.Checkpoint(variables=here, counter=Counter(1)), step=1)
     here["w"].assign(np.full(3, 7, np.float32))
@@ -91,21 +107,21 @@ def refused_by_one(px, strategy):
 
 
 @scenario
-def different_objects(px, strategy):
-    here = variables(px, strategy, 1.0)
+def different_objects(strategy):
+    here = variables(strategy, 1.0)
     manager = px.CheckpointManager(DIRECTORY / "different")
     return outcome(manager.save, px.Checkpoint(**({"a": here} if ME else {"b": here})), step=1)
 
 
 @scenario
-def different_calls(px, strategy):
+def different_calls(strategy):
     manager = px.CheckpointManager(DIRECTORY / "calls")
     return outcome(manager.wait if ME else lambda: manager.save(px.Checkpoint(a=1), step=1))
 
 
 @scenario
-def audited(px, strategy):
-    w = variables(px, strategy, 1.0)["w"]
+def audited(strategy):
+    w = variables(strategy, 1.0)["w"]
     mine = np.ones(3, np.float32)
     mine[1] += ME * 1e-7
     part = jax.device_put(mine, jax.local_devices()[0])
@@ -118,10 +134,10 @@ def audited(px, strategy):
 
 
 @scenario
-def guarded(px, strategy):
+def guarded(strategy):
     import optax
 
-    w = variables(px, strategy, 1.0)["w"]
+    w = variables(strategy, 1.0)["w"]
     guard = px.NonFiniteGuard(px.Optimizer(optax.sgd(1.0)))
 
     def replica():
@@ -134,43 +150,23 @@ def guarded(px, strategy):
 
 
 @scenario
-def cannot_be_written(px, strategy):
+def cannot_be_written(strategy):
     manager = px.CheckpointManager("/proc/no/such/place")
     manager.save(px.Checkpoint(a=1), step=1)
     return outcome(manager.wait)
 
 
 @scenario
-def the_first_alone(px, strategy):
+def the_first_alone(strategy):
     manager = px.CheckpointManager(DIRECTORY / "alone", timeout=2)
     return outcome(manager.save, px.Checkpoint(a=1), step=1) if ME == 0 else None
 
 
 @scenario
-def the_second_alone(px, strategy):
+def the_second_alone(strategy):
     manager = px.CheckpointManager(DIRECTORY / "alone", timeout=2)
     return outcome(manager.save, px.Checkpoint(a=1), step=1) if ME == 1 else None
 
 
-def main():
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"127.0.0.1:{PORT}", 2, ME, initialization_timeout=30)
-    import phalanx as px
-
-    strategy = px.Mirrored()
-    results = {name: fn(px, strategy) for name, fn in SCENARIOS.items()}
-    print(json.dumps(results), flush=True)
-    jax.distributed.shutdown()
-
-
 if __name__ == "__main__":
-    logging.getLogger("jax").setLevel(logging.ERROR)
-    logging.getLogger("phalanx").setLevel(logging.CRITICAL)
-    try:
-        main()
-    except BaseException:
-        traceback.print_exc()
-    else:
-        os._exit(0)
-    os._exit(1)  # JAX's own way out would wait for the other process
+    main()

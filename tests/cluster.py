@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from phalanx.cli.workers import free_port
+from phalanx.cluster.exits import EXIT_PREEMPTED
+
 TESTS = Path(__file__).parent
 
 
@@ -79,6 +82,50 @@ def launch(
 ) -> Outcome:
     """``phalanx launch`` to its end."""
     return end(start("launch", "-n", str(n), *options, str(script), *args, **more), timeout)
+
+
+def pair(*command: str | Path) -> list[subprocess.Popen[str]]:
+    """A Python program as two processes, which are told their number and a free port, and then the rest of the command."""
+    program, *arguments = map(str, command)
+    port = str(free_port())
+    return [
+        subprocess.Popen(
+            [sys.executable, program, str(number), port, *arguments],
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(2)
+    ]
+
+
+def two_processes(*command: str | Path, timeout: float = 90.0) -> list[dict[str, Any]]:
+    """What each of the two processes of a program with `scenarios` has printed."""
+    processes = pair(*command)
+    try:
+        outputs = [process.communicate(timeout=timeout) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    for process, (_, errors) in zip(processes, outputs):
+        assert process.returncode == 0, errors[-5000:]
+    return [json.loads(printed.splitlines()[-1]) for printed, _ in outputs]
+
+
+def stop_when_told(command: list[str]) -> None:
+    """Start a program, send it SIGTERM when it prints ``now``; it ends soon, having saved its state."""
+    process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line == "now\n":
+            break
+    process.send_signal(signal.SIGTERM)
+    begin = time.monotonic()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == EXIT_PREEMPTED, errors[-3000:]
+    assert time.monotonic() - begin < 10
 
 
 def write(path: Path, source: str) -> Path:

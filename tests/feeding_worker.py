@@ -4,26 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
-import logging
-import os
-import sys
-import time
-import traceback
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-
-ME, PORT = int(sys.argv[1]), sys.argv[2]
-SCENARIOS = {}
-
-
-def scenario(fn):
-    SCENARIOS[fn.__name__] = fn
-    return fn
+from scenarios import ME, main, outcome, scenario
 
 
 def rows(count, first=0):
@@ -37,16 +24,6 @@ def seen(strategy, dataset):
         parts = element if isinstance(element, tuple) else (element,)
         elements.append([[strategy.local_results(p)[0].tolist(), strategy.gather(p).tolist()] for p in parts])
     return elements
-
-
-def outcome(fn, *args):
-    """What ``fn`` gives, or the error that it ends in, and whether that took long."""
-    start = time.monotonic()
-    try:
-        result = fn(*args)
-    except Exception as error:
-        result = f"{type(error).__name__}: {error}"
-    return {"result": result, "quick": time.monotonic() - start < 20}
 
 
 # ---- the same source everywhere ------------------------------------------------------------------
@@ -273,25 +250,5 @@ def progress_is_printed_once(strategy):
     return printed.getvalue()
 
 
-def main():
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"127.0.0.1:{PORT}", 2, ME, initialization_timeout=30)
-    import phalanx as px
-
-    strategy = px.Mirrored()
-    results = {name: fn(strategy) for name, fn in SCENARIOS.items()}
-    sys.__stdout__.write(json.dumps(results) + "\n")
-    sys.__stdout__.flush()
-    jax.distributed.shutdown()
-
-
 if __name__ == "__main__":
-    logging.getLogger("jax").setLevel(logging.ERROR)
-    try:
-        main()
-    except BaseException:
-        traceback.print_exc()
-    else:
-        os._exit(0)
-    os._exit(1)  # JAX's own way out would wait for the other process
+    main()

@@ -50,6 +50,13 @@ def test_the_one_that_differs_from_all_others_may_be_replica_0(four):
     assert [(d.replica, d.index) for d in px.audit(w).divergences] == [(i, (0, 2)) for i in (1, 2, 3)]
 
 
+def test_variables_without_storage_are_left_out(four):
+    with px.abstract():
+        later = make(four, name="later")
+    assert px.audit([make(four), later]).variables == 1
+    assert px.audit(later).variables == 0
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_bit_of_every_dtype_counts_and_is_repaired(dtype):
     strategy = px.Mirrored(jax.devices()[:2])

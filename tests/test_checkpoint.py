@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -210,6 +212,15 @@ def test_what_cannot_be_kept_is_named():
         ({"f": {"inner": [len]}}, ArgumentTypeError, "'f/inner/0' is a builtin_function_or_method"),
         ({"part": w.components[0]}, ArgumentTypeError, "'part' is a Component"),
         ({"optimizer": px.Optimizer(optax.adam(0.1))}, ArgumentError, r"'optimizer' has no variables yet.*\.build"),
+        (
+            {"a": {"names": np.array(["a"])}},
+            ArgumentTypeError,
+            "'a/names' is a ndarray of dtype <U1. Arrays of numbers",
+        ),
+        ({"a": np.array([None])}, ArgumentTypeError, "'a' is a ndarray of dtype object"),
+        ({"a": np.zeros(1, "datetime64[s]")}, ArgumentTypeError, "'a' is a ndarray of dtype datetime64"),
+        ({"a": np.zeros(1, np.longdouble)}, ArgumentTypeError, "'a' is a ndarray of dtype float128"),
+        ({"a": np.ma.masked_array([1.0, 2.0], [True, False])}, ArgumentTypeError, "'a' is a MaskedArray"),
         ({"a": {1: w, "1": px.Variable(2.0)}}, ArgumentError, "two things that would be called 'a/1'"),
     ]:
         for call in (lambda c: manager.save(c, step=1), manager.restore_latest):
@@ -387,6 +398,122 @@ def test_a_step_is_not_written_over(tmp_path):
         manager.restore(px.Checkpoint(a=2), 4)
 
 
+def test_threads_may_save_at_the_same_time(tmp_path):
+    manager, start = px.CheckpointManager(tmp_path, keep=None), threading.Barrier(6)
+    refused = []
+
+    def save(step):
+        start.wait(20)
+        try:
+            manager.save(px.Checkpoint(w=px.Variable(float(step))), step=step)
+        except ArgumentError as error:  # a later one came first
+            refused.append((step, "is not after step" in str(error)))
+
+    threads = [threading.Thread(target=save, args=(step,)) for step in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    manager.wait()
+    assert sorted([*manager.steps, *(step for step, _ in refused)]) == list(range(6))
+    assert all(explained for _, explained in refused)
+    w = px.Variable(-1.0)
+    assert manager.restore_latest(px.Checkpoint(w=w)) == 5 == float(w)
+
+
+def test_what_is_in_the_directory_by_another_name_is_no_checkpoint(tmp_path):
+    manager = saved(tmp_path, step=5, a=1)
+    for name in ("0007", "\u0668", "\u00b2", "9 ", "-9", "9.0", "best"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "10").write_text("a file")
+    assert manager.steps == [5]
+    assert manager.restore_latest(px.Checkpoint(a=2)) == 5
+
+
+def test_another_program_that_writes_to_the_directory_is_named_and_a_dead_one_is_not_in_the_way(tmp_path):
+    other = subprocess.Popen(
+        [sys.executable, "-c", OTHER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert other.stdout is not None and other.stdout.readline() == "saved\n"
+        manager, w = px.CheckpointManager(tmp_path), px.Variable(0.0)
+        for write in (lambda: manager.save(px.Checkpoint(w=w), step=2), lambda: next(iter(resumable(tmp_path, w)))):
+            with pytest.raises(
+                CheckpointError, match=f"Another program writes .*: pid {other.pid} on host .*of its own"
+            ):
+                write()
+        assert manager.restore_latest(px.Checkpoint(w=w)) == 1 == float(w), "it may be read"
+    finally:
+        other.kill()
+        other.communicate()
+    assert manager.save(px.Checkpoint(w=w), step=2)
+    manager.wait()
+    assert len(list(resumable(tmp_path / "next", w))) == 1
+    assert sorted(path.name for path in (tmp_path / "next").iterdir()) == ["1"], "a loop leaves nothing behind"
+
+
+OTHER = """
+import sys
+import phalanx as px
+
+manager = px.CheckpointManager(sys.argv[1])
+manager.save(px.Checkpoint(w=px.Variable(1.0)), step=1)
+manager.wait()
+print("saved", flush=True)
+sys.stdin.read()
+"""
+
+
+def resumable(directory, w):
+    return px.resumable(directory, [1.0], px.Checkpoint(w=w))
+
+
+def test_a_program_that_ends_leaves_nothing_but_checkpoints_and_says_nothing(tmp_path):
+    code = "import sys, phalanx as px; m = px.CheckpointManager(sys.argv[1]); m.save(px.Checkpoint(a=1), step=1)"
+    ran = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert [path.name for path in tmp_path.iterdir()] == ["1"]
+
+
+def test_an_interrupt_while_it_waits_for_the_writing_does_not_let_the_next_one_begin(tmp_path, monkeypatch):
+    go_on, writes, write = threading.Event(), [], files.write
+    monkeypatch.setattr(
+        files, "write", lambda *args: (writes.append("begins"), go_on.wait(20), write(*args), writes.append("ends"))
+    )
+    manager = px.CheckpointManager(tmp_path)
+    manager.save(px.Checkpoint(a=1), step=1)
+
+    def interrupt(number, frame):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for _ in range(3):
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+            with pytest.raises(KeyboardInterrupt):
+                manager.save(px.Checkpoint(a=1), step=2)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert writes == ["begins"]
+    go_on.set()
+    assert manager.save(px.Checkpoint(a=1), step=2)
+    manager.wait()
+    assert writes == ["begins", "ends"] * 2 and manager.steps == [1, 2]
+
+
+def test_managers_of_one_program_share_its_directory_until_none_needs_it(tmp_path):
+    first, second = saved(tmp_path, step=1, a=1), px.CheckpointManager(tmp_path)
+    second.save(px.Checkpoint(a=2), step=2)
+    first.settle()
+    assert (tmp_path / ".writer").exists()
+    second.wait()
+    del second
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["1", "2"]
+    first.save(px.Checkpoint(a=2), step=3)
+    assert f"pid {os.getpid()} on host" in (tmp_path / ".writer").read_text()
+
+
 def test_the_state_is_that_of_the_moment_of_saving_whatever_training_does_meanwhile(tmp_path, strategy, monkeypatch):
     with strategy.scope():
         w = px.Variable(jnp.zeros(1000))
@@ -414,7 +541,7 @@ def test_the_state_is_that_of_the_moment_of_saving_whatever_training_does_meanwh
 def test_checkpoints_are_for_eager_code(tmp_path):
     w = px.Variable(1.0)
     manager = saved(tmp_path, w=w)
-    for place in (lambda fn: px.function(fn)(), px.OneDevice().run):
+    for place in (lambda fn: px.function(fn)(), px.OneDevice().run, lambda fn: jax.jit(lambda: (fn(), 1.0)[1])()):
         with pytest.raises(StrategyError, match="cannot be saved in a traced function or a replica"):
             place(lambda: manager.save(px.Checkpoint(w=w), step=2))
         with pytest.raises(StrategyError, match="cannot be restored in a traced function or a replica"):
@@ -425,6 +552,7 @@ def test_checkpoints_are_for_eager_code(tmp_path):
     ("call", "kind", "message"),
     [
         (lambda m: px.CheckpointManager(3), ArgumentTypeError, "directory must be a path, got 3"),
+        (lambda m: px.CheckpointManager(__file__), ArgumentError, "test_checkpoint.py is a file; checkpoints need"),
         (lambda m: px.CheckpointManager("x", keep=0), ArgumentError, "keep must be a positive int or None, got 0"),
         (lambda m: px.CheckpointManager("x", every=1.5), ArgumentError, "every must be a positive int or None"),
         (lambda m: px.CheckpointManager("x", timeout=0), ArgumentError, "timeout must be a positive number"),

@@ -157,7 +157,7 @@ def fails_and_leaves_everything(directory, manager, step=3):
         manager.wait()
     assert values(here) == {7}
     assert manager.steps == [1, 2]
-    assert not list(directory.glob(".*")), "nothing is left of it"
+    assert not list(directory.glob(".*.incomplete")), "nothing is left of it"
     files.verify(directory / "2")
 
 
@@ -272,7 +272,7 @@ def test_a_program_killed_at_any_moment_leaves_the_last_complete_checkpoint(tmp_
     step = manager.restore_latest(px.Checkpoint(w=w, numbers=numbers))
     manager.save(px.Checkpoint(w=w, numbers=numbers), step=step + 1)
     manager.wait()
-    assert not list(tmp_path.glob(".*")), "what was left incomplete is removed"
+    assert not list(tmp_path.glob(".*.incomplete")), "what was left incomplete is removed"
 
 
 def newest(directory):

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
+from cluster import two_processes
 
 import phalanx as px
 from phalanx.checkpoint import files
@@ -42,30 +38,7 @@ def told(directory):
     manager = px.CheckpointManager(directory / "four")
     manager.save(px.Checkpoint(variables=made), step=8)
     manager.wait()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_NUM_CPU_DEVICES": "1"}
-    environment.pop("XLA_FLAGS", None)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), str(number), port, str(directory)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for number in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=90) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    for process, (_, errors) in zip(processes, outputs):
-        assert process.returncode == 0, errors[-5000:]
-    return [json.loads(printed.splitlines()[-1]) for printed, _ in outputs]
+    return two_processes(WORKER, directory)
 
 
 def test_each_process_gets_its_own_back(told):
@@ -115,6 +88,15 @@ def test_what_one_process_cannot_restore_none_does(told):
 def test_an_audit_names_the_process_on_all_of_them_and_repairs_its_replica(told):
     for results in told:
         assert results["audited"] == {"found": [["w", 1, 1, [1]]], "equal": True, "value": [1, 1, 1]}
+
+
+def test_random_keys_are_variables_like_others(told):
+    first, second = (results["random_keys"] for results in told)
+    assert first == second
+    assert (first["first"], first["assigned"]) == ([0, 3], [0, 7]), "the first process's"
+    assert first["once"] == first["again"]
+    assert first["once"][0][:2] != first["once"][0][2:], "each replica has its own"
+    assert first["equal"]
 
 
 def test_what_is_not_finite_on_one_process_stops_all_and_is_named_where_it_was(told):

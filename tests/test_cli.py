@@ -162,7 +162,7 @@ def test_what_cannot_be_done_is_said_before_anything_is_compiled(file, tmp_path,
         ([*known, "--topology", "cpu:1,cpu:2"], "not known"),
         ([*known, "--topology", "cpu:1", "--arg", "float32[8 4]"], "not a dtype with a shape"),
         (["profile", f"{file}:step", "--batches", "w", "--html", str(tmp_path)], "is a folder"),
-        (["launch", "-n", "1", "--port", "99999", file], "--port must be between 0 and 65535"),
+        (["launch", "-n", "1", "--port", "99999", file], "--port must be from 1 to 65535"),
     ]:
         assert main(call) == 2, call
         assert text in capsys.readouterr().err

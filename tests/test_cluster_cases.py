@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
-import time
 
 import pytest
-from cluster import environment, launch, write
-
-from phalanx.cluster.exits import EXIT_PREEMPTED
+from cluster import environment, launch, stop_when_told, write
 
 pytestmark = pytest.mark.processes
 
@@ -84,16 +80,7 @@ def undisturbed(tmp_path_factory):
 def test_fit_hears_sigterm_in_every_phase_and_goes_on_as_if_nothing_had_happened(phase, undisturbed, tmp_path):
     script = write(tmp_path / "fit.py", FIT)
     command = [sys.executable, str(script), str(tmp_path / "run"), phase]
-    process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line == "now\n":
-            break
-    process.send_signal(signal.SIGTERM)
-    begin = time.monotonic()
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == EXIT_PREEMPTED, errors[-3000:]
-    assert time.monotonic() - begin < 10
+    stop_when_told(command)
     again = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=100)
     assert again.returncode == 0, again.stderr[-3000:]
     assert again.stdout.split()[-1] == undisturbed[-1]

@@ -8,12 +8,12 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
-from cluster import environment, wait_for, write
+from cluster import environment, pair, stop_when_told, wait_for, write
 
 import phalanx as px
-from phalanx.cli.workers import free_port
 
 pytestmark = pytest.mark.processes
 
@@ -36,6 +36,8 @@ LOOP = """
             step()
             float(w)
             if number == 20 and me == 1:
+                if task == "ends early":
+                    break
                 if task == "fails":
                     raise ValueError("bad data")
                 if task == "hangs":
@@ -51,19 +53,9 @@ LOOP = """
 """
 
 
-def pair(tmp_path, task):
+def ends(tmp_path, task):
     """Exit codes and errors of two processes, and how long the survivor lived on."""
-    script, port = write(tmp_path / "loop.py", LOOP), free_port()
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(i), str(port), task],
-            env=environment(),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for i in range(2)
-    ]
+    processes = pair(write(tmp_path / "loop.py", LOOP), task)
     victim = 0 if task.endswith("process 0") else 1
     try:
         _, errors = processes[1 - victim].communicate(timeout=60)
@@ -89,7 +81,7 @@ def pair(tmp_path, task):
     ],
 )
 def test_the_others_name_the_one_that_is_gone_and_end(task, why, tmp_path):
-    codes, (errors, others) = pair(tmp_path, task)
+    codes, (errors, others) = ends(tmp_path, task)
     survivor = 1 if task.endswith("process 0") else 0
     assert re.search(f"phalanx: {why.replace('(', '[(]').replace(')', '[)]')}", errors), errors
     assert f"Process {survivor} of 2 cannot go on without it and exits with code 76." in errors
@@ -99,7 +91,7 @@ def test_the_others_name_the_one_that_is_gone_and_end(task, why, tmp_path):
 
 
 def test_a_step_that_hangs_is_reported_with_the_stacks_of_every_thread_of_every_process(tmp_path):
-    codes, reports = pair(tmp_path, "hangs")
+    codes, reports = ends(tmp_path, "hangs")
     assert codes == [px.cluster.EXIT_STUCK] * 2
     waiting, hanging = reports
     assert "in load_the_data" in hanging and "--- thread MainThread" in hanging
@@ -108,6 +100,12 @@ def test_a_step_that_hangs_is_reported_with_the_stacks_of_every_thread_of_every_
         assert "--- thread phalanx-lifeline" in report
         assert re.search(r"Behind the others, in step 20: process 1 \(host", report) or "in step 20" in report
     assert "_launch.py" in waiting or "float(w)" in waiting
+
+
+def test_a_process_that_makes_fewer_steps_ends_all(tmp_path):
+    codes, (waiting, _) = ends(tmp_path, "ends early")
+    assert codes == [px.cluster.EXIT_STUCK] * 2
+    assert "phalanx: process 0 is in step 21" in waiting and "loop.py" in waiting
 
 
 RESUMABLE = """
@@ -124,7 +122,7 @@ RESUMABLE = """
     @px.function
     def train(x):
         def slowly(x):  # while it is traced, which is the first compilation
-            if phase == "first compilation" and not os.path.exists(folder):
+            if phase == "first compilation" and not os.path.exists(folder + "/1"):
                 say("now")
                 time.sleep(1.0)
             return x
@@ -164,16 +162,7 @@ RESUMABLE = """
 def test_sigterm_saves_the_last_step_in_every_phase(phase, saved, tmp_path):
     script, folder = write(tmp_path / "resumable.py", RESUMABLE), tmp_path / "run"
     command = [sys.executable, str(script), str(folder), phase]
-    process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line == "now\n":
-            break
-    process.send_signal(signal.SIGTERM)
-    begin = time.monotonic()
-    _, errors = process.communicate(timeout=30)
-    assert process.returncode == px.cluster.EXIT_PREEMPTED, errors
-    assert time.monotonic() - begin < 10
+    stop_when_told(command)
     assert [path.name for path in folder.iterdir()] == [saved]
     again = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60)
     assert again.stdout.splitlines()[-1] == "ends after 5 with 15.0", again.stderr
@@ -186,6 +175,8 @@ def test_a_process_that_finishes_early_waits_for_the_others_and_is_not_mourned(t
         """
         import sys, time
         import phalanx as px
+        from phalanx.cluster import connection
+        connection._TELL_SECONDS = 0.5
         me = int(sys.argv[1])
         px.connect(px.cluster.Explicit(2, me, f"127.0.0.1:{sys.argv[2]}"), timeout=30, heartbeat=1)
         if me == int(sys.argv[3]):
@@ -194,20 +185,12 @@ def test_a_process_that_finishes_early_waits_for_the_others_and_is_not_mourned(t
         """,
     )
     for late in (0, 1):
-        port = free_port()
-        processes = [
-            subprocess.Popen(
-                [sys.executable, str(script), str(i), str(port), str(late)],
-                env=environment(),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for i in range(2)
-        ]
+        processes = pair(script, str(late))
         ended = [process.communicate(timeout=60) for process in processes]
         assert [process.returncode for process in processes] == [0, 0], ended
         assert [out for out, _ in ended] == ["end of 0\n", "end of 1\n"]
+        assert f"process {1 - late} has finished and waits for process {late} (host" in ended[1 - late][1]
+        assert "waits for" not in ended[late][1]
 
 
 def test_a_forked_child_does_not_keep_its_dead_parent_alive_for_the_others(tmp_path):
@@ -229,17 +212,7 @@ def test_a_forked_child_does_not_keep_its_dead_parent_alive_for_the_others(tmp_p
         time.sleep(60)
         """,
     )
-    port = free_port()
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(i), str(port)],
-            env=environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for i in range(2)
-    ]
+    processes = pair(script)
     assert processes[1].stdout is not None
     child = int(processes[1].stdout.readline())
     try:
@@ -250,6 +223,15 @@ def test_a_forked_child_does_not_keep_its_dead_parent_alive_for_the_others(tmp_p
         for process in processes:
             process.kill()
             process.communicate()
+
+
+@pytest.mark.parametrize("limit", [float("inf"), 1e30, 1e9])
+def test_a_limit_beyond_what_clocks_can_count_is_watched_too(limit):
+    watchdog, ended = px.cluster.Watchdog(step_timeout=limit), iter([False, True])
+    watchdog._ended = SimpleNamespace(wait=lambda seconds: next(ended))
+    watchdog._began = time.monotonic()
+    watchdog._watch()
+    assert list(ended) == []
 
 
 @pytest.mark.parametrize("limit", [0, -1, "5", True])

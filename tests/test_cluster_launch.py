@@ -45,6 +45,8 @@ def light(tmp_path):
                 time.sleep(0.5)
                 sys.exit(3)
             time.sleep(600)
+        while task == "prints for ever":
+            print("more")
         if task == "prints":
             sys.stdout.write("\\r1 of 2\\r2 of 2\\nno end")
         """,
@@ -142,6 +144,31 @@ def test_modules_are_run_with_their_own_options(command):
     assert outcome.code == 0 and "sort-keys" in outcome.out
 
 
+def test_a_module_is_started_as_a_script_is(tmp_path):
+    write(tmp_path / "told.py", "import sys; print(__name__, sys.argv[1:])")
+    for command, prefix in ((("launch", "-n", "1"), "[0] "), (("run", "--devices", "1"), "")):
+        process = subprocess.run(
+            [sys.executable, "-m", "phalanx", *command, "-m", "told", "-m", "--port", "x"],
+            env=environment(),
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+        )
+        assert process.stdout == f"{prefix}__main__ ['-m', '--port', 'x']\n", process.stderr
+
+
+def test_who_reads_the_output_may_go_and_there_need_be_nobody(light):
+    with start("launch", "-n", "2", str(light), "prints for ever") as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 128 + signal.SIGPIPE
+    command = f'exec "{sys.executable}" -m phalanx launch -n 1 "{light}" ends >&-'
+    closed = subprocess.run(["/bin/sh", "-c", command], env=environment(), stderr=subprocess.PIPE, text=True)
+    assert (closed.returncode, closed.stderr) == (0, "")
+
+
 @pytest.mark.parametrize(
     "command, text",
     [
@@ -150,8 +177,9 @@ def test_modules_are_run_with_their_own_options(command):
         (["launch", "-n", "1", "--max-restarts", "-1", __file__], "--max-restarts must be at least 0"),
         (["launch", "-n", "1", "--devices-per-process", "0", __file__], "--devices-per-process must be at least 1"),
         (["run", "--devices", "0", __file__], "--devices must be at least 1"),
-        (["run", "-m"], "-m needs the name of a module"),
-        (["run", "--devices", "2"], "there is nothing to run"),
+        (["launch", "-n", "1", "--port", "65536", __file__], "--port must be from 1 to 65535, or 0 for a free one"),
+        (["launch", "-n", "1", "--pause", "nan", __file__], "--pause must be a number of seconds from 0 on, got nan"),
+        (["run", "-m"], None),
     ],
 )
 def test_command_lines_that_cannot_be_are_explained(command, text, capsys):

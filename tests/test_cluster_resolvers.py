@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import phalanx as px
@@ -136,6 +138,13 @@ def without(environment: dict[str, str], *names: str) -> dict[str, str]:
 
 BROKEN = {
     "no JSON": ({"TF_CONFIG": "{worker"}, ["TF_CONFIG={worker", "no JSON"]),
+    "brackets without end": ({"TF_CONFIG": "[" * 100_000}, ["TF_CONFIG=[", "no JSON"]),
+    "digits of another script": ({**TORCHRUN, "RANK": "\uff11"}, ["RANK=\uff11", "a number from 0"]),
+    "a host of dots": ({**LAUNCH, "PHALANX_COORDINATOR": "..:1"}, ["PHALANX_COORDINATOR", "no address"]),
+    "a host that never ends": (
+        {**LAUNCH, "PHALANX_COORDINATOR": "x" * 300 + ":1"},
+        ["PHALANX_COORDINATOR", "no address"],
+    ),
     "no cluster": ({"TF_CONFIG": "{}"}, ["TF_CONFIG={}", "cluster is missing"]),
     "no task": ({"TF_CONFIG": '{"cluster": {"worker": ["a:1"]}}'}, ["task is missing"]),
     "workers as a string": (tf_config(("worker", 0), worker="a:1"), ["cluster.worker"]),
@@ -271,8 +280,13 @@ def test_a_resolver_that_is_passed_beats_the_environment(monkeypatch):
 def test_a_cluster_by_hand_is_checked(args, text):
     with pytest.raises(ClusterError, match=text):
         px.cluster.Explicit(*args)
-    with pytest.raises(px.errors.ArgumentTypeError, match="num_processes must be an int"):
-        px.cluster.Explicit("2", 0)
+    for wrong, text in (
+        (("2", 0), "num_processes must be an int"),
+        ((2, 0, 5), "coordinator must be host:port, got 5"),
+        ((2, 0, "h:5", "01"), "local_device_ids must be a list of ints, got '01'"),
+    ):
+        with pytest.raises(px.errors.ArgumentTypeError, match=text):
+            px.cluster.Explicit(*wrong)
 
 
 def test_a_scheduler_that_is_asked_for_must_be_there(monkeypatch):
@@ -293,8 +307,38 @@ def test_a_cluster_after_the_devices_were_opened_is_refused():
         px.connect(px.cluster.Explicit(2, 0, "127.0.0.1:1"))
     with pytest.raises(px.errors.ArgumentError, match="timeout must be a positive number"):
         px.connect(timeout=0)
-    with pytest.raises(px.errors.ArgumentTypeError, match="px.connect takes a resolver"):
-        px.connect("slurm")
+    with pytest.raises(px.errors.ArgumentError, match="heartbeat must be a positive number"):
+        px.connect(heartbeat=float("inf"))
+    with pytest.raises(px.errors.ArgumentTypeError, match="bind must be an address, got 5"):
+        px.connect(bind=5)
+
+
+class Site:
+    def __init__(self, spec):
+        self._spec = spec
+
+    def resolve(self, environment):
+        return self._spec
+
+
+def test_what_is_no_resolver_is_refused():
+    for wrong in ("slurm", px.cluster.Slurm):
+        with pytest.raises(px.errors.ArgumentTypeError, match="px.connect takes a resolver"):
+            px.connect(wrong)
+    with pytest.raises(
+        px.errors.ArgumentTypeError, match="Site gave a dict; resolve must give a px.cluster.ClusterSpec"
+    ):
+        px.connect(Site({"num_processes": 2}))
+    with pytest.raises(ClusterError, match="Site was asked for, and its variables are not set"):
+        px.connect(Site(None))
+
+
+def test_processes_agree_on_what_json_holds():
+    for wrong in (np.float32(1), jnp.ones(2), {1, 2}, {"loss": jnp.float32(1)}):
+        with pytest.raises(
+            px.errors.ArgumentTypeError, match=r"agree takes numbers.*give float\(array\) or array.tolist"
+        ):
+            px.cluster.agree(wrong)
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cluster import two_processes
 
 pytestmark = pytest.mark.processes
 
@@ -20,30 +16,7 @@ WORKER = Path(__file__).with_name("feeding_worker.py")
 @pytest.fixture(scope="module")
 def told() -> list[dict[str, Any]]:
     """What each scenario of the worker gave, on either process."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_NUM_CPU_DEVICES": "1"}
-    environment.pop("XLA_FLAGS", None)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), str(number), port],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for number in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=60) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    for process, (_, errors) in zip(processes, outputs):
-        assert process.returncode == 0, errors[-5000:]
-    return [json.loads(printed.splitlines()[-1]) for printed, _ in outputs]
+    return two_processes(WORKER)
 
 
 def both(told: list[dict[str, Any]], scenario: str) -> tuple[Any, Any]:

@@ -11,7 +11,14 @@ import optax
 import pytest
 
 import phalanx as px
-from phalanx.errors import AggregationRequiredError, ArgumentError, ArgumentTypeError, NonFiniteError, TracingError
+from phalanx.errors import (
+    AggregationRequiredError,
+    ArgumentError,
+    ArgumentTypeError,
+    NonFiniteError,
+    StrategyError,
+    TracingError,
+)
 
 N = 4
 
@@ -101,7 +108,7 @@ def test_a_step_that_is_skipped_has_never_been(n, traced, caplog):
         guarded.guard.check()
     replica = 3 * n // 4
     assert (
-        f"2 step(s) did not count: At step 2 the loss and the gradient of Variable 'b' are not finite on replica {replica}"
+        f"2 step(s) did not count: At step 5 the loss and the gradient of Variable 'b' are not finite on replica {replica}"
         in caplog.text
     )
     assert guarded.guard.skipped == 2
@@ -235,7 +242,7 @@ def test_missing_gradients_pass_through_as_without_the_guard():
         guard.apply_gradients([(None, a), (None, b)])
 
 
-def test_a_guard_is_kept_in_checkpoints_with_its_optimizer_and_scale(tmp_path):
+def test_a_guard_is_kept_in_checkpoints_with_its_optimizer_and_scale(tmp_path, caplog):
     def make():
         w = px.Variable(1.0, name="w")
         guard = px.NonFiniteGuard(px.Optimizer(optax.adam(0.1)), "rescale", initial_scale=64)
@@ -250,6 +257,64 @@ def test_a_guard_is_kept_in_checkpoints_with_its_optimizer_and_scale(tmp_path):
     v, other = make()
     manager.restore_latest(px.Checkpoint(w=v, guard=other))
     assert (other.scale, other.skipped) == (32.0, 1)
+    with caplog.at_level(logging.WARNING, logger="phalanx"):
+        other.check()
+    assert "1 step(s) did not count: Before the checkpoint that was restored a step was not finite" in caplog.text
+
+
+def test_after_a_restore_it_is_the_step_that_came_then_that_is_named(tmp_path):
+    loop, manager = Loop(), px.CheckpointManager(tmp_path)
+    loop()
+    kept = px.Checkpoint(w=loop.w, b=loop.b, guard=loop.guard)
+    manager.save(kept, step=1)
+    loop(row=0, column=0)
+    manager.restore_latest(kept)
+    loop()
+    loop(row=3, column=2)
+    with pytest.raises(NonFiniteError, match="At step 3 .* of Variable 'b' are not finite on replica 3"):
+        loop.guard.check()
+
+
+@pytest.mark.parametrize("policy", ["skip", "rescale"])
+def test_steps_in_a_row_that_do_not_count_are_each_reported(policy, caplog):
+    loop = Loop(1, policy=policy, every=1)
+    with caplog.at_level(logging.WARNING, logger="phalanx"):
+        for replica in range(4):
+            loop(row=replica, column=2 * (replica % 2))
+            jax.block_until_ready(loop.guard._counts._stored)  # a device that is fast
+            loop.guard.after_step()
+        loop.guard.check()
+    steps = [record.getMessage().partition(" the loss")[0] for record in caplog.records]
+    assert steps == [f"1 step(s) did not count: At step {i}" for i in (1, 2, 3, 4)]
+
+
+def test_the_host_looks_outside_of_traces_alone():
+    guard = px.NonFiniteGuard(px.Optimizer(optax.sgd(0.1)), every=1)
+    for look in (guard.after_step, guard.check, guard.reset):
+        with pytest.raises(StrategyError, match="outside of traced functions and replicas: after the step"):
+            px.function(look)()
+        with pytest.raises(StrategyError, match="outside of traced functions and replicas: after the step"):
+            px.Mirrored(jax.devices()[:2]).run(look)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "options", "kind", "message"),
+    [
+        (lambda w: 3, {}, ArgumentTypeError, "takes pairs, zip"),
+        (lambda w: [(jnp.ones(2),)], {}, ArgumentTypeError, "takes pairs, zip"),
+        (lambda w: [("x", w)], {}, ArgumentTypeError, "the gradient"),
+        (lambda w: [(jnp.ones(2), jnp.ones(2))], {}, ArgumentTypeError, "takes px.Variables, got ArrayImpl"),
+        (lambda w: [(jnp.ones(3), w)], {}, ArgumentError, r"has shape \(3,\), the variable \(2,\)"),
+        (lambda w: [(jnp.ones(2), w)], {"loss": {"a": 1}}, ArgumentTypeError, "takes arrays and numbers, got dict"),
+        (lambda w: [(jnp.ones(2), w)], {"loss": "big"}, ArgumentTypeError, "takes arrays and numbers, got str"),
+    ],
+)
+def test_what_is_no_gradient_is_refused_as_without_the_guard(pairs, options, kind, message):
+    w = px.Variable(jnp.ones(2), name="w")
+    guard = px.NonFiniteGuard(px.Optimizer(optax.sgd(0.1)))
+    with pytest.raises(kind, match=message):
+        guard.apply_gradients(pairs(w), **options)
+    assert w.numpy().tolist() == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -259,7 +324,12 @@ def test_a_guard_is_kept_in_checkpoints_with_its_optimizer_and_scale(tmp_path):
         (lambda o: px.NonFiniteGuard(o, "warn"), ArgumentError, "policy must be one of 'raise', 'skip', 'rescale'"),
         (lambda o: px.NonFiniteGuard(o, every=0), ArgumentError, "every must be a positive int, got 0"),
         (lambda o: px.NonFiniteGuard(o, growth_steps=1.5), ArgumentError, "growth_steps must be a positive int"),
-        (lambda o: px.NonFiniteGuard(o, initial_scale=0.5), ArgumentError, "initial_scale must be a number from 1 on"),
+        (
+            lambda o: px.NonFiniteGuard(o, initial_scale=0.5),
+            ArgumentError,
+            "must be a number from 1 to 2[*][*]24, got 0.5",
+        ),
+        (lambda o: px.NonFiniteGuard(o, initial_scale=2.0**40), ArgumentError, "must be a number from 1 to 2[*][*]24"),
     ],
 )
 def test_bad_arguments_are_refused(make, kind, message):
@@ -274,6 +344,14 @@ def test_finite_values_are_given_back_as_they_are():
     v = px.Variable([1.0, 2.0])
     for values in (1.5, 3, jnp.ones(2), v, {"a": (np.ones(2), "text", None, True)}, jnp.ones(2, jnp.bfloat16)):
         assert px.finite_or_raise(values) is values
+
+
+def test_values_of_the_host_are_looked_at_as_they_are():
+    for big in (1e300, np.array([1e300]), np.float64(-1e300), {"a": [np.longdouble(1e300)]}):
+        assert px.finite_or_raise(big) is big
+    for bad in (np.longdouble("nan"), np.array([1e300, np.inf]), complex(0, np.inf)):
+        with pytest.raises(NonFiniteError, match="value is not finite"):
+            px.finite_or_raise(bad)
 
 
 def test_the_first_value_that_is_not_finite_is_named():

@@ -62,6 +62,60 @@ def test_a_run_goes_on_after_the_last_whole_epoch_and_ends_as_if_it_had_never_st
         np.testing.assert_array_equal(a, b)
 
 
+class Counts(keras.callbacks.Callback):
+    def __init__(self):
+        super().__init__()
+        self.epochs = 0
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.epochs += 1
+
+    def state_dict(self):
+        return {"epochs": self.epochs}
+
+    def load_state_dict(self, state):
+        self.epochs = state["epochs"]
+
+
+def test_what_callbacks_have_counted_goes_on(tmp_path):
+    def watches():
+        # Nothing is an improvement after the first epoch, so that everybody runs out of patience.
+        plateaus = [keras.callbacks.ReduceLROnPlateau("loss", patience=n, min_delta=1e9, cooldown=1) for n in (2, 3)]
+        return [keras.callbacks.EarlyStopping("loss", patience=4, min_delta=1e9), *plateaus, Counts()]
+
+    def counted(callbacks):
+        stopping, first, second, counts = callbacks
+        plateaus = [(c.wait, c.cooldown_counter, c.best) for c in (first, second)]
+        return stopping.wait, stopping.stopped_epoch, stopping.best, stopping.best_epoch, plateaus, counts.epochs
+
+    uninterrupted, expected = replicated(), watches()
+    whole = fit(uninterrupted, epochs=9, callbacks=expected)
+    assert whole.epoch == [0, 1, 2, 3, 4], "it ended early"
+    with pytest.raises(RuntimeError, match="power failure"):
+        fit(replicated(), epochs=9, resume=tmp_path, callbacks=[*watches(), Fails(3)])
+    resumed, callbacks = replicated(), watches()
+    assert fit(resumed, epochs=9, resume=tmp_path, callbacks=callbacks).epoch == [3, 4]
+    assert counted(callbacks) == counted(expected)
+    for a, b in zip(resumed.get_weights(), uninterrupted.get_weights()):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_another_run_may_have_other_callbacks_and_is_told_what_is_not_kept(tmp_path, caplog):
+    def stopping(**options):
+        return keras.callbacks.EarlyStopping("loss", patience=9, min_delta=1e9, **options)
+
+    fit(replicated(), epochs=2, resume=tmp_path, callbacks=[Counts(), stopping()])
+    for epochs, callbacks, is_warned in (
+        (3, [stopping(restore_best_weights=True)], True),
+        (4, [], False),
+        (5, [stopping()], False),
+    ):
+        caplog.clear()
+        with caplog.at_level("WARNING", logger="phalanx"):
+            assert fit(replicated(), epochs=epochs, resume=tmp_path, callbacks=callbacks).epoch == [epochs - 1]
+        assert ("the best weights so far, of epoch 1, were not kept" in caplog.text) == is_warned
+
+
 class FailsAtBatch(keras.callbacks.Callback):
     """Breaks off before one batch of the second epoch; notes the batches that it was told of."""
 

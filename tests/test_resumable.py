@@ -108,6 +108,20 @@ def test_a_break_keeps_what_was_saved(tmp_path):
     assert px.CheckpointManager(tmp_path).latest_step == 2
 
 
+def test_data_that_gives_nothing_in_an_epoch_is_an_error(tmp_path):
+    def steps(name, data, epochs):
+        return [step.number for step in px.resumable(tmp_path / name, data, px.Checkpoint(), epochs=epochs, every=1)]
+
+    for name, data, epoch in (("empty", [], 0), ("generator", (i for i in range(3)), 1), ("iterator", iter([1]), 1)):
+        with pytest.raises(ArgumentError, match=f"the data gives nothing in epoch {epoch}.*for each epoch"):
+            steps(name, data, epochs=2)
+    assert steps("generator", [0, 1, 2], epochs=2) == [3, 4, 5], "the run goes on with what is right"
+    assert steps("once", iter([1, 2]), epochs=1) == [0, 1]
+    # Stopped after the last step of an epoch, before that was noted: it has nothing left, and that is no error.
+    assert steps("end", [1, 2], epochs=1) == [0, 1]
+    assert steps("end", [1, 2], epochs=2) == [2, 3]
+
+
 @pytest.mark.parametrize(
     ("arguments", "options", "kind", "message"),
     [

@@ -95,7 +95,7 @@ def in_eager_code(doing: str) -> Iterator[None]:
     Raises:
         StrategyError: in a traced function or a replica.
     """
-    if not state.top().is_eager or state.context().in_replica:
+    if state.in_step():
         raise StrategyError(f"A checkpoint cannot be {doing} in a traced function or a replica. Do it after the step.")
     with state.lifted_out():
         yield

@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from phalanx import state
+from phalanx._checks import is_numeric
 from phalanx._packs import stored_array
 from phalanx._plain import decode, encode
 from phalanx.distribute.reductions import compute
-from phalanx.errors import AggregationRequiredError, ArgumentError, CheckpointError
+from phalanx.errors import AggregationRequiredError, ArgumentError, ArgumentTypeError, CheckpointError
 from phalanx.variables import Variable, is_key
 
 Entry = dict[str, Any]
@@ -90,6 +91,14 @@ class Array(Value):
     """An array of JAX or NumPy, which is replaced in its place."""
 
     kind = "array"
+
+    def __init__(self, path: str, value: Any, put: Put) -> None:
+        super().__init__(path, value, put)
+        if isinstance(value, np.ndarray) and not _can_be_kept(value):
+            raise ArgumentTypeError(
+                f"Checkpoint: {path!r} is a {type(value).__name__} of dtype {value.dtype}. Arrays of numbers and booleans can be"
+                " kept; of others keep what they are made of, as lists or strings."
+            )
 
     def save(self) -> tuple[Entry, Any]:
         impl = {"key": str(jax.random.key_impl(self.value))} if is_key(self.value) else {}
@@ -175,6 +184,11 @@ def _all_parts(stacked: Any) -> Any:
 
 
 # ---- arrays on the host --------------------------------------------------------------------------
+
+
+def _can_be_kept(array: np.ndarray[Any, Any]) -> bool:
+    is_long = array.dtype.type in (np.longdouble, np.clongdouble)
+    return is_numeric(array.dtype) and not is_long and not isinstance(array, np.ma.MaskedArray)
 
 
 def _on_host(array: Any, path: str) -> np.ndarray[Any, Any]:

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from phalanx._checks import check_flag, check_int, check_seconds
+from phalanx._interrupts import HeldBack
 from phalanx.checkpoint import files
 from phalanx.checkpoint.checkpoint import Checkpoint, Restoring, Snapshot, contents_of, describe, in_eager_code, take
+from phalanx.checkpoint.claim import Claim
 from phalanx.checkpoint.together import Processes
 from phalanx.errors import ArgumentError, ArgumentTypeError, CheckpointError
 from phalanx.function import is_strict
@@ -38,7 +40,7 @@ class CheckpointManager:
 
     Raises:
         ArgumentTypeError: for a `directory` that is no path.
-        ArgumentError: when `keep` or `every` is no positive int, or `timeout` no positive number.
+        ArgumentError: when `keep` or `every` is no positive int, `timeout` no positive number, or `directory` a file.
         ImportError: when Orbax is not installed.
 
     Example:
@@ -71,10 +73,16 @@ class CheckpointManager:
         check_seconds(timeout, "CheckpointManager: timeout")
         files.load_orbax()
         self._directory = Path(directory).absolute()
+        if self._directory.exists() and not self._directory.is_dir():
+            raise ArgumentError(f"CheckpointManager: {self._directory} is a file; checkpoints need a directory.")
         self._keep = keep
         self._every = every
         self._processes = Processes(timeout)
         self._writing = Writing()
+        self._claim = Claim(self._directory)
+        self._is_claimed = False
+        self._turn = threading.RLock()
+        """Threads save and restore one after the other."""
         self._last: int | None = None
         """The step that was saved or restored last."""
         self._is_clean = False
@@ -99,7 +107,7 @@ class CheckpointManager:
             names = [path.name for path in self._directory.iterdir() if path.is_dir()]
         except (FileNotFoundError, NotADirectoryError):
             return []
-        return sorted(int(name) for name in names if name.isdecimal())
+        return sorted(int(name) for name in names if name.isdecimal() and name == str(int(name)))
 
     @property
     def latest_step(self) -> int | None:
@@ -126,8 +134,9 @@ class CheckpointManager:
             ArgumentError: for a step that is no int from 0 on, or not larger than those in the directory; and when
                 an object has no variables yet.
             ArgumentTypeError: for something that is no `Checkpoint`, or an object that it cannot keep.
-            CheckpointError: when this or the last checkpoint could not be written. Training goes on where it was,
-                and the older checkpoints are whole.
+            CheckpointError: when this or the last checkpoint could not be written, or another program that still
+                runs writes to the directory (it is named). Training goes on where it was, and the older checkpoints
+                are whole.
             StrategyError: in a traced function or a replica, or when another process does not come to save.
         """
         check_checkpoint(checkpoint, "save")
@@ -135,21 +144,41 @@ class CheckpointManager:
         check_flag(force, "save: force")
         if self._every is not None and step % self._every and not force:
             return False
-        with in_eager_code("saved"):
+        with self._turn, in_eager_code("saved"):
             contents = contents_of(checkpoint)
             self._finish(f"save(step={step})", contents.leaves)
             if step == self._last:
                 return False
+            self.claim()
             self._check_new(step)
             start = time.perf_counter()
             snapshot = self._with_all_states(take(contents), step)
             logger.debug("checkpoint of step %s copied in %.3f s", step, time.perf_counter() - start)
-        self._last = step
-        if self._processes.leads:
-            self._writing.start(lambda: self._write(step, snapshot))
-        else:
-            logger.info("checkpoint of step %s: written by process 0", step)
+            with HeldBack():  # that this step is saved, and that a thread writes it, is known together
+                self._last = step
+                if self._processes.leads:
+                    self._writing.start(lambda: self._write(step, snapshot))
+                else:
+                    logger.info("checkpoint of step %s: written by process 0", step)
         return True
+
+    def claim(self) -> None:
+        """Keep other programs from writing to the directory, from now on until this one ends or calls `settle`.
+
+        The first `save` does so by itself.
+
+        Raises:
+            CheckpointError: naming the program that writes there.
+        """
+        if self._is_claimed:
+            return
+        other = self._processes.tell("claim", self._claim.take() if self._processes.leads else None)[0]
+        if other is not None:
+            raise CheckpointError(
+                f"Another program writes checkpoints to {self._directory}: {other}. Two would remove each other's. Give this"
+                " run a directory of its own, or end the other one first."
+            )
+        self._is_claimed = True
 
     def _check_new(self, step: int) -> None:
         latest = self._processes.tell("save", self.latest_step)[0]
@@ -200,14 +229,17 @@ class CheckpointManager:
             CheckpointError: when it could not be written.
             StrategyError: when another process does not come to wait.
         """
-        self._finish("wait()", ())
+        with self._turn:
+            self._finish("wait()", ())
 
     def settle(self) -> None:
         """Wait until this process has written what it had to write, whatever the others do; for the way out after an error.
 
-        What went wrong is raised by the next call of another method.
+        Other programs may then write to the directory. What went wrong is raised by the next call of another method.
         """
         self._writing.join()
+        self._claim.let_go()
+        self._is_claimed = False
 
     def _finish(self, doing: str, leaves: Any) -> None:
         """All processes are here and do the same with the same objects, and the last checkpoint is complete."""
@@ -249,7 +281,7 @@ class CheckpointManager:
         """
         check_checkpoint(checkpoint, "restore_latest")
         check_flag(partial, "restore_latest: partial")
-        with in_eager_code("restored"):
+        with self._turn, in_eager_code("restored"):
             contents = contents_of(checkpoint)  # also when nothing is there: what is not built shows in the first run
             self._finish("restore_latest()", contents.leaves)
             step = self._processes.tell("latest", self.latest_step)[0]
@@ -273,7 +305,7 @@ class CheckpointManager:
         check_checkpoint(checkpoint, "restore")
         check_int(step, "restore: step", 0)
         check_flag(partial, "restore: partial")
-        with in_eager_code("restored"):
+        with self._turn, in_eager_code("restored"):
             contents = contents_of(checkpoint)
             self._finish(f"restore(step={step})", contents.leaves)
             steps = self._processes.tell("steps", self.steps)[0]
@@ -323,26 +355,31 @@ class Writing:
     """A thread that writes one checkpoint; the program does not end before it has."""
 
     def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
+        # Not the thread's own `join`, which after an interrupt may take it for ended.
+        self._ended: threading.Event | None = None
         self._error: Exception | None = None
 
     def start(self, write: Callable[[], None]) -> None:
         """Begin; the one before has finished."""
+
+        ended = threading.Event()
 
         def run() -> None:
             try:
                 write()
             except Exception as error:
                 self._error = error
+            finally:
+                ended.set()
 
-        self._thread = threading.Thread(target=run, name="phalanx-checkpoint")
-        self._thread.start()
+        threading.Thread(target=run, name="phalanx-checkpoint").start()
+        self._ended = ended
 
     def join(self) -> None:
         """Wait for the end."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        if self._ended is not None:
+            self._ended.wait()
+            self._ended = None
 
     def failure(self) -> str | None:
         """Wait for the end, and say what went wrong, once."""

@@ -15,7 +15,7 @@ from phalanx.checkpoint.manager import CheckpointManager, check_checkpoint
 from phalanx.checkpoint.randomness import GlobalRandom
 from phalanx.cluster.exits import EXIT_PREEMPTED
 from phalanx.cluster.preemption import Preempted, preemption
-from phalanx.errors import ArgumentTypeError
+from phalanx.errors import ArgumentError, ArgumentTypeError
 
 logger = logging.getLogger("phalanx")
 
@@ -63,7 +63,10 @@ def resumable(
 
     Raises:
         ArgumentTypeError: for `data` that cannot be iterated, or something that is no `Checkpoint`.
-        ArgumentError: for numbers that are not positive; and for what `CheckpointManager` refuses.
+        ArgumentError: for numbers that are not positive; for data that gives nothing in an epoch, as a generator does
+            in its second; and for what `CheckpointManager` refuses.
+        CheckpointError: when another program that still runs writes to the directory; and for what
+            `CheckpointManager.restore_latest` and `save` refuse.
 
     Example:
         >>> import tempfile
@@ -96,8 +99,9 @@ def _steps(
     manager: CheckpointManager, data: Any, checkpoint: Checkpoint, epochs: int, every: int | None
 ) -> Iterator[Step]:
     kept = Checkpoint(objects=checkpoint, data=data, step=0, epoch=0, random=GlobalRandom())
-    manager.restore_latest(kept)
     try:
+        manager.claim()
+        manager.restore_latest(kept)
         with preemption.listening():
             yield from _until_asked(manager, data, kept, epochs, every)
         manager.wait()
@@ -109,8 +113,9 @@ def _steps(
 
 
 def _until_asked(manager: CheckpointManager, data: Any, kept: Any, epochs: int, every: int | None) -> Iterator[Step]:
+    is_resumed = kept.step > 0
     while kept.epoch < epochs:
-        items = iter(data)
+        items, before = iter(data), kept.step
         while item := preemption.next_of(items):
             yield Step(kept.step, kept.epoch, item.pop())
             kept.step += 1
@@ -119,6 +124,12 @@ def _until_asked(manager: CheckpointManager, data: Any, kept: Any, epochs: int, 
                 manager.save(kept, step=kept.step)
             if stop:
                 _leave(manager, kept)
+        if kept.step == before and not is_resumed:  # which may have been at the end of its epoch
+            raise ArgumentError(
+                f"resumable: the data gives nothing in epoch {kept.epoch}. It must be something that can be gone through once"
+                " for each epoch: a list or a dataset, and no generator or iterator, which is then used up."
+            )
+        is_resumed = False
         kept.epoch += 1
         manager.save(kept, step=kept.step)
 

@@ -49,8 +49,10 @@ def run(args: argparse.Namespace) -> int:
     ):
         if value < least:
             return usage_error(f"{name} must be at least {least}, got {value}.")
-    if not 0 <= args.port < 2**16:
-        return usage_error(f"--port must be between 0 and 65535, got {args.port}.")
+    if not 0 <= args.port <= 65535:
+        return usage_error(f"--port must be from 1 to 65535, or 0 for a free one, got {args.port}.")
+    if not args.pause >= 0:
+        return usage_error(f"--pause must be a number of seconds from 0 on, got {args.pause}.")
     try:
         command = python_command(args)
     except ArgumentError as error:

@@ -20,27 +20,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_script(parser: argparse.ArgumentParser) -> None:
     """The script and its arguments, which come last."""
-    # An option of its own: argparse takes no word that begins with a dash for a script.
-    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="a module and its arguments, not a script")
-    parser.add_argument("script", nargs="?", help="a Python file")
+    parser.add_argument(
+        "-m", dest="is_module", action="store_true", help="SCRIPT is the name of a module, as for Python"
+    )
+    parser.add_argument("script", help="a Python file")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
 
 
-def python_command(options: argparse.Namespace) -> list[str]:
-    """The command line that runs the script or module with this Python; no shell ever sees it.
+def python_command(args: argparse.Namespace) -> list[str]:
+    """The command line that runs the script with this Python; no shell ever sees it.
 
     Raises:
         ArgumentError: when there is no such file.
     """
-    if options.module is not None:
-        if not options.module:
-            raise ArgumentError("-m needs the name of a module.")
-        return [sys.executable, "-m", *options.module]
-    if options.script is None:
-        raise ArgumentError("there is nothing to run: give a Python file, or -m and a module.")
-    if not os.path.isfile(options.script):
-        raise ArgumentError(f"there is no file {options.script!r}.")
-    return [sys.executable, options.script, *options.arguments]
+    if args.is_module:
+        return [sys.executable, "-m", args.script, *args.arguments]
+    if not os.path.isfile(args.script):
+        raise ArgumentError(f"there is no file {args.script!r}.")
+    return [sys.executable, args.script, *args.arguments]
 
 
 def run(args: argparse.Namespace) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from phalanx import _jax
-from phalanx.errors import ClusterError
+from phalanx.errors import ArgumentTypeError, ClusterError
 
 _POLL_MS = 200
 
@@ -92,17 +92,25 @@ def agree(value: Any, timeout: float = 300.0, what: str = "px.cluster.agree") ->
 
     Raises:
         ClusterError: naming the process that did not come.
+        ArgumentTypeError: for a value that JSON does not hold, such as an array.
 
     Example:
         >>> px.cluster.agree({"loss": 0.5})
         [{'loss': 0.5}]
     """
+    try:
+        word = json.dumps(value)
+    except (TypeError, ValueError) as error:
+        raise ArgumentTypeError(
+            f"{what} takes numbers, strings, and lists and dicts of these, got {type(value).__name__} {value!r:.60} ({error})."
+            " Of an array give float(array) or array.tolist()."
+        ) from error
     processes = range(jax.process_count())
     if len(processes) == 1:
-        return [json.loads(json.dumps(value))]
+        return [json.loads(word)]
     table = Roundtable(f"phalanx/agree/{next(_calls)}", processes, timeout)
     try:
-        return [json.loads(said) for said in table.tell(json.dumps(value))]
+        return [json.loads(said) for said in table.tell(word)]
     except TimeoutError as error:
         raise ClusterError(
             f"{what}: {error}. All processes must come here equally often and in the same order; one may have failed,"

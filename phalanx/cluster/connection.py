@@ -87,8 +87,11 @@ def connect(
         check_seconds(seconds, f"px.connect: {name}")
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32):
         raise ArgumentError(f"px.connect: seed must be an int from 0 to 2**32 - 1, got {seed!r:.60}.")
-    if resolver is not None and not callable(getattr(resolver, "resolve", None)):
+    is_resolver = callable(getattr(resolver, "resolve", None)) and not isinstance(resolver, type)
+    if resolver is not None and not is_resolver:
         raise ArgumentTypeError(f"px.connect takes a resolver, like px.cluster.TFConfig(), got {resolver!r:.60}.")
+    if bind is not None and not isinstance(bind, str):
+        raise ArgumentTypeError(f"px.connect: bind must be an address, got {bind!r:.60}.")
     spec = _spec(resolver)
     if _connection is not None and _connection.lifeline is not None:
         if spec == _connection.spec:
@@ -115,8 +118,13 @@ def _spec(resolver: Resolver | None) -> ClusterSpec:
     if resolver is None:
         return find(os.environ) or ClusterSpec(source="nothing", num_processes=1, process_id=0)
     spec = resolver.resolve(os.environ)
+    source = getattr(resolver, "source", type(resolver).__name__)
     if spec is None:
-        raise ClusterError(f"px.connect: {resolver.source} was asked for, and its variables are not set.")
+        raise ClusterError(f"px.connect: {source} was asked for, and its variables are not set.")
+    if not isinstance(spec, ClusterSpec):
+        raise ArgumentTypeError(
+            f"px.connect: {source} gave a {type(spec).__name__}; resolve must give a px.cluster.ClusterSpec or None."
+        )
     return spec
 
 

@@ -48,7 +48,7 @@ class Variables:
         if default is not None and name not in self:
             return default
         value = self.text(name, why=why)
-        if not re.fullmatch(r"\d{1,9}", value):
+        if not re.fullmatch(r"[0-9]{1,9}", value):
             raise self.wrong(name, "it must be a number from 0")
         return int(value)
 

@@ -128,7 +128,11 @@ class Lifeline:
         # One says it for all. It need not be process 0: that one may wait in a collective for those that have left.
         if not self._all_finished.wait(told) and self.me == min(self._finished):
             late = [str(m) for m in self.members if m.process_id not in self._finished]
-            sys.stderr.write(f"phalanx: process {self.me} has finished and waits for {', '.join(late)}\n")
+            sys.stderr.write(
+                f"phalanx: process {self.me} has finished and waits for {', '.join(late)}. If that is in a step on the devices"
+                " of all processes, it waits for ever: all must make equally many steps. px.cluster.Watchdog ends such a"
+                " program, with the line that it waits in.\n"
+            )
             sys.stderr.flush()
         self._all_finished.wait()
 

@@ -61,6 +61,13 @@ class Explicit:
         for name, value in (("num_processes", num_processes), ("process_id", process_id)):
             if isinstance(value, bool) or not isinstance(value, int):
                 raise ArgumentTypeError(f"px.cluster.Explicit: {name} must be an int, got {value!r:.60}.")
+        if not isinstance(coordinator, str):
+            raise ArgumentTypeError(f"px.cluster.Explicit: coordinator must be host:port, got {coordinator!r:.60}.")
+        ids = () if local_device_ids is None else tuple(local_device_ids)
+        if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
+            raise ArgumentTypeError(
+                f"px.cluster.Explicit: local_device_ids must be a list of ints, got {local_device_ids!r:.60}."
+            )
         if num_processes > 1 and not coordinator:
             raise ClusterError("px.cluster.Explicit: coordinator is missing; it must be host:port of process 0.")
         self._spec = ClusterSpec(
@@ -69,7 +76,7 @@ class Explicit:
             process_id=process_id,
             coordinator=coordinator,
             coordinator_from="px.cluster.Explicit's coordinator",
-            local_device_ids=None if local_device_ids is None else tuple(local_device_ids),
+            local_device_ids=None if local_device_ids is None else ids,
         )
 
     def resolve(self, environment: Mapping[str, str]) -> ClusterSpec:
@@ -138,7 +145,7 @@ class TFConfig:
 def _tf_config(variables: Variables) -> tuple[dict[str, list[str]], str, int]:
     try:
         config = json.loads(variables.text("TF_CONFIG"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise variables.wrong("TF_CONFIG", f"it is no JSON ({error})") from None
 
     def part(of: Any, key: str, kind: type, where: str) -> Any:

@@ -56,8 +56,12 @@ class ClusterSpec:
     def host(self) -> str:
         """The coordinator's host, without the brackets of an IPv6 address."""
         host = self.coordinator.rpartition(":")[0].strip("[]")
+        try:
+            host.encode("idna")  # as the look-up does
+        except UnicodeError:
+            host = ""
         if not host:
-            raise ClusterError(f"{self._where}: {self.coordinator!r} is no address; it must be host:port.")
+            raise ClusterError(f"{self._where}: {self.coordinator!r:.200} is no address; it must be host:port.")
         return host
 
     @property

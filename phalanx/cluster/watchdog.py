@@ -23,6 +23,10 @@ _GATHER_SECONDS = 1.0
 """How long the report waits for what the others say."""
 
 
+_LONGEST_SECONDS = 1e9
+"""What the clocks of C can count."""
+
+
 class Watchdog:
     """Ends the program, with `EXIT_STUCK`, when a step takes longer than `step_timeout` seconds.
 
@@ -91,7 +95,7 @@ class Watchdog:
         try:
             while not self._ended.wait(tick):
                 # If some C code keeps Python from running at all, this thread cannot report; a thread in C then does.
-                faulthandler.dump_traceback_later(2 * self._allowed() + 60, exit=True)
+                faulthandler.dump_traceback_later(min(2 * self._allowed() + 60, _LONGEST_SECONDS), exit=True)
                 if time.monotonic() - self._began > self._allowed():
                     self._report()
         finally:

@@ -27,7 +27,7 @@ from phalanx.distribute.reductions import compute, gather_leaf, is_distributed, 
 from phalanx.distribute.run import run_in_trace
 from phalanx.distribute.values import PerReplica, is_per_replica
 from phalanx.errors import ArgumentError, ArgumentTypeError, DeviceError, StrategyError
-from phalanx.variables import Component, Variable
+from phalanx.variables import Component, Variable, is_key
 
 logger = logging.getLogger("phalanx")
 
@@ -150,6 +150,9 @@ class Strategy:
         if sharding.is_fully_addressable:
             return jax.device_put(stored, sharding)
         # Other processes hold part of it: each fills its own devices from its own copy of the value.
+        if is_key(stored):  # which NumPy does not have
+            data = self.place(jax.random.key_data(stored), per_replica=per_replica)
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(stored))
         host = np.asarray(stored)
         return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 

@@ -8,7 +8,9 @@ from typing import Any
 import keras
 
 from phalanx.audit import Auditor
+from phalanx.finite import NonFiniteGuard
 from phalanx.keras import _keras
+from phalanx.keras.guarded import check
 from phalanx.keras.resume import Resume
 
 _BAR_SECONDS = 0.05
@@ -19,11 +21,16 @@ class Callbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
     """The list that Keras's loops call after each batch, for which Keras fetches all metrics."""
 
     def __init__(self, callbacks: Any, **options: Any) -> None:
-        given = [Audits(c) if isinstance(c, Auditor) else c for c in _keras.callbacks(callbacks)]
+        given = [Watches(c) if isinstance(c, (Auditor, NonFiniteGuard)) else c for c in _keras.callbacks(callbacks)]
         super().__init__(given, **options)
-        self._audits = [callback for callback in given if isinstance(callback, Audits)]
+        self._watches = [callback for callback in given if isinstance(callback, Watches)]
         self._resume = next((callback for callback in given if isinstance(callback, Resume)), None)
         self._drawn = 0.0
+
+    @property
+    def guard(self) -> NonFiniteGuard | None:
+        """The one that keeps steps that are not finite from counting."""
+        return next((c.watched for c in self._watches if isinstance(c.watched, NonFiniteGuard)), None)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         if self._resume is not None:
@@ -38,8 +45,8 @@ class Callbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
             self._resume.after_run()
             if was_behind:
                 return
-        for callback in self._audits:
-            callback.auditor.after_step()
+        for callback in self._watches:
+            callback.watched.after_step()
         if self._is_heard("on_train_batch_end"):
             super().on_train_batch_end(batch, logs)
         if self._resume is not None:
@@ -63,19 +70,24 @@ class Callbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
         return True
 
 
-class Audits(keras.callbacks.Callback):  # type: ignore[misc]
-    """An auditor among the callbacks of `fit`; it listens to no numbers, so that none are fetched for it."""
+class Watches(keras.callbacks.Callback):  # type: ignore[misc]
+    """An auditor or a guard among the callbacks of `fit`; it listens to no numbers, so that none are fetched for it."""
 
-    def __init__(self, auditor: Auditor) -> None:
+    def __init__(self, watched: Auditor | NonFiniteGuard) -> None:
         super().__init__()
-        self.auditor = auditor
+        self.watched = watched
 
     def on_train_begin(self, logs: Any = None) -> None:
-        if self.auditor.target is None:
-            self.auditor.target = self.model
+        if isinstance(self.watched, NonFiniteGuard):
+            check(self.watched, self.model)
+        elif self.watched.target is None:
+            self.watched.target = self.model
 
     def on_train_end(self, logs: Any = None) -> None:
-        self.auditor.finish()
+        if isinstance(self.watched, NonFiniteGuard):
+            self.watched.check()
+        else:
+            self.watched.finish()
 
 
 def _listens(callback: Any, event: str) -> bool:

@@ -23,6 +23,8 @@ class Law:
     """Batch normalisation takes the moments of all replicas' rows."""
     accumulate: Callable[[Any, list[Any], Any], list[Any] | None] | None = None
     """Given an optimizer, gradients and variables: what to apply, or None for nothing yet."""
+    guard: Callable[[Any, list[Any], Any], None] | None = None
+    """Given an optimizer, gradients and variables: applies those that are finite."""
     metrics_are_read_merged: bool = False
     """Reading a variable that adds up gives the sum over all replicas, in a replica too."""
     parts_are_read_here: bool = False

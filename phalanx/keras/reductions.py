@@ -44,6 +44,9 @@ def _apply(original: Callable[..., Any]) -> Callable[..., Any]:
                 return None
             grads = total
         known = getattr(optimizer, "_trainable_variables", ()) if trainable_variables is None else trainable_variables
+        guard = law().guard
+        if guard is not None and grads:
+            return guard(optimizer, grads, known)
         return original(optimizer, _reduced(grads, [v.path for v in known]), trainable_variables)
 
     return apply

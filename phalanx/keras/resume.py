@@ -22,20 +22,28 @@ from phalanx.checkpoint.randomness import GlobalRandom
 from phalanx.cluster.exits import EXIT_PREEMPTED
 from phalanx.cluster.preemption import preemption
 from phalanx.errors import ArgumentError, ArgumentTypeError
+from phalanx.keras.patience import Patience
 
 logger = logging.getLogger("phalanx")
 
 
 class Resume(keras.callbacks.Callback):  # type: ignore[misc]
-    """The model with its optimizer and seeds, the metrics, the data's position, and the random state of the host.
+    """The model with its optimizer and seeds, metrics, callbacks' counts, the data's position, and the host's random state.
 
     Args:
         where: a folder, where each epoch is kept; or a manager, which also says after how many runs to save in an epoch.
         build: makes the variables of a model that has none yet.
         feed: the data; has ``skip``, ``batches_per_run`` and ``position(in_pass)``.
+        callbacks: the others, which Keras tells of everything before this one.
     """
 
-    def __init__(self, where: str | os.PathLike[str] | CheckpointManager, build: Callable[[], None], feed: Any) -> None:
+    def __init__(
+        self,
+        where: str | os.PathLike[str] | CheckpointManager,
+        build: Callable[[], None],
+        feed: Any,
+        callbacks: list[Any],
+    ) -> None:
         super().__init__()
         if not isinstance(where, (str, os.PathLike, CheckpointManager)):
             raise ArgumentTypeError(
@@ -46,6 +54,7 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
         self._saves_in_epochs = self._manager.every is not None
         self._build = build
         self._feed = feed
+        self._patience = Patience(callbacks)
         self._random = _RandomOfEpoch()
         self._runs = 0
         """Of this epoch, those that were skipped included."""
@@ -64,11 +73,13 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
             metrics=metrics,
             data=self._feed.position,
             random=self._random,
+            callbacks=self._patience,
             epoch=0,
             runs_in_epoch=0,
             runs=0,
             batches_per_run=self._feed.batches_per_run,
         )
+        self._manager.claim()
         self._manager.restore_latest(self._kept)
         if self._kept.runs_in_epoch and self._kept.batches_per_run != self._feed.batches_per_run:
             raise ArgumentError(

@@ -14,10 +14,12 @@ from phalanx.control_flow import scan
 from phalanx.distribute.strategy import Strategy
 from phalanx.distribute.values import is_per_replica
 from phalanx.errors import ArgumentError
+from phalanx.finite import NonFiniteGuard
 from phalanx.function import Function, function
 from phalanx.keras import _keras
 from phalanx.keras.accumulation import Accumulator
 from phalanx.keras.feed import Batch, Parts
+from phalanx.keras.guarded import guarded
 from phalanx.keras.law import Law, following
 from phalanx.keras.variables import assignments
 
@@ -36,6 +38,8 @@ class Steps:
         self._functions: dict[Any, Function[..., Any]] = {}
         self.averages: Callable[[], Iterable[tuple[Any, Any]]] | None = None
         """Gives pairs of weights and their averages, when evaluation is to see these."""
+        self.guard: NonFiniteGuard | None = None
+        """What keeps steps that are not finite out of `fit`."""
         self.resuming = False
         """Whether a request to stop ends the wait for a batch."""
         self._settings: Any = None
@@ -50,7 +54,7 @@ class Steps:
             self._functions.clear()
             self._settings = _keras.settings(model)
         # What Keras reads from the layers while a step is traced, and lets users change between fits.
-        key = (kind, *(layer.trainable for layer in model._flatten_layers()))
+        key = (kind, self.guard, *(layer.trainable for layer in model._flatten_layers()))
         if key not in self._functions:
             self._functions[key] = function(step)
         return self._functions[key]
@@ -86,6 +90,8 @@ class Steps:
 
     def _counted(self, model: Any, kind: str) -> Callable[[Batch], Logs]:
         step = getattr(model, kind)
+        if self.guard is not None and kind == "train_step":
+            step = guarded(self.guard, model, step)
 
         def on_replicas(batch: Batch) -> Logs:
             loss_is_metric = False

@@ -133,10 +133,12 @@ class Loops:
             class_weight=given.pop("class_weight"),
             accumulate=accumulate_steps,
         )
-        resuming = None if resume is None else self._resume(resume, given["x"])
-        given["callbacks"] = [*_keras.callbacks(given["callbacks"]), *filter(None, [resuming])]
+        callbacks = _keras.callbacks(given["callbacks"])
+        resuming = None if resume is None else self._resume(resume, given["x"], callbacks)
+        given["callbacks"] = [*callbacks, *filter(None, [resuming])]
         steps = given["steps_per_epoch"] or given["x"].num_batches
         given["callbacks"] = self._callbacks(given, steps, epochs=given["epochs"], add_history=True)
+        self._steps.guard = given["callbacks"].guard
         self._steps.averages = _keras.averages(self.optimizer) if validate_with == "ema" else None
         self._steps.resuming = resuming is not None
         try:
@@ -146,17 +148,17 @@ class Loops:
             assert resuming is not None
             resuming.leave()
         finally:
-            self._steps.averages, self._steps.resuming = None, False
+            self._steps.averages, self._steps.resuming, self._steps.guard = None, False, None
             if resuming is not None:
                 resuming.close()
 
-    def _resume(self: Any, where: Any, feed: Any) -> Resume:
+    def _resume(self: Any, where: Any, feed: Any, callbacks: list[Any]) -> Resume:
         def build() -> None:
             own_step = type(self).train_step is not StatefulSteps.train_step
             if own_step and not (is_built(self) and self.optimizer.built):  # the step makes what it uses
                 self._steps.trace(self, "train_step", self._on_replicas(feed.first())[0])
 
-        return Resume(where, build, feed)
+        return Resume(where, build, feed, callbacks)
 
     def evaluate(self: Any, *args: Any, **kwargs: Any) -> Any:
         """As in Keras, on all replicas."""
