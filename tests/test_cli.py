@@ -76,6 +76,13 @@ def test_slices_are_compared_in_one_table_and_1_says_that_some_do_not_fit(file, 
     assert "does not fit" in capsys.readouterr().out
 
 
+@needs_libtpu
+def test_a_step_of_one_size_has_no_largest_batch(file, capsys):
+    call = ["preflight", f"{file}:fixed", "--arg", "float32[8,4]", "--topology", "v5e:1x1", "--largest-batch"]
+    assert main(call) == 2
+    assert "cannot be lowered" in capsys.readouterr().err
+
+
 def test_wrong_calls_are_2_and_say_what_is_wrong(file, tmp_path, capsys):
     for call, text in [
         (["preflight"], "needs a step"),
@@ -83,10 +90,6 @@ def test_wrong_calls_are_2_and_say_what_is_wrong(file, tmp_path, capsys):
         (["preflight", f"{file}:step", "--topology", "v9"], "not known"),
         (["preflight", f"{file}:step", "--topology", "cpu:1"], "--arg for each, or a function preflight_step in"),
         (["preflight", f"{file}:known", "--compare", "cpu:1,cpu:2", "--html", "r.html"], "are for one slice"),
-        (
-            ["preflight", f"{file}:fixed", "--arg", "float32[8,4]", "--topology", "cpu:1", "--largest-batch"],
-            "cannot be lowered",
-        ),
         (["preflight", f"{file}:step", "--topology", "cpu:1", "--arg", "float32"], "not a dtype with a shape"),
         (["preflight", f"{file}:step", "--topology", "cpu:1", "--arg", "float31[3]"], "'float31' is not a dtype"),
         (["preflight", f"{file}:nothing", "--topology", "cpu:1"], "has no 'nothing'"),

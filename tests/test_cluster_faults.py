@@ -225,7 +225,7 @@ def test_a_forked_child_does_not_keep_its_dead_parent_alive_for_the_others(tmp_p
             process.communicate()
 
 
-@pytest.mark.parametrize("limit", [float("inf"), 1e30, 1e9])
+@pytest.mark.parametrize("limit", [1e30, 1e9])
 def test_a_limit_beyond_what_clocks_can_count_is_watched_too(limit):
     watchdog, ended = px.cluster.Watchdog(step_timeout=limit), iter([False, True])
     watchdog._ended = SimpleNamespace(wait=lambda seconds: next(ended))

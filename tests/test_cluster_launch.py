@@ -179,7 +179,6 @@ def test_who_reads_the_output_may_go_and_there_need_be_nobody(light):
         (["run", "--devices", "0", __file__], "--devices must be at least 1"),
         (["launch", "-n", "1", "--port", "65536", __file__], "--port must be from 1 to 65535, or 0 for a free one"),
         (["launch", "-n", "1", "--pause", "nan", __file__], "--pause must be a number of seconds from 0 on, got nan"),
-        (["run", "-m"], None),
     ],
 )
 def test_command_lines_that_cannot_be_are_explained(command, text, capsys):
