@@ -11,10 +11,11 @@ import jax.numpy as jnp
 
 from phalanx import _jax, state
 from phalanx._checks import as_array, take_apart
+from phalanx._conversion import is_key, weak_type_of
 from phalanx._signature import is_input
 from phalanx._traced import Traced, trace
 from phalanx.errors import AggregationRequiredError, ArgumentError, ArgumentTypeError, StrategyError
-from phalanx.variables import Component, Variable, is_key, weak_type_of
+from phalanx.variables import Component, Variable
 
 
 class Body:

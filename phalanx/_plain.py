@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from phalanx._conversion import is_key, to_host
 from phalanx.errors import ArgumentTypeError, CheckpointError
-from phalanx.variables import is_key, to_host
 
 _NAMED = {"nan", "inf", "-inf"}
 

@@ -397,8 +397,8 @@ def _conform_to(spec: Any, argument: Any, label: str) -> Any:
 
 
 def _conform_leaf(spec: Any, value: Any, label: str) -> Any:
+    from phalanx._conversion import check_kind, to_array
     from phalanx.errors import AssignmentError
-    from phalanx.variables import check_kind, to_array
 
     array = to_array(label, "value", value)
     shape, dtype = tuple(spec.shape), jax.numpy.dtype(spec.dtype)

@@ -32,10 +32,11 @@ from phalanx._bodies import (
     store,
 )
 from phalanx._checks import as_array, check_flag, take_apart
+from phalanx._conversion import is_key
 from phalanx._eager_programs import as_function
 from phalanx._signature import is_input
 from phalanx.errors import ArgumentError, ArgumentTypeError
-from phalanx.variables import Variable, is_key
+from phalanx.variables import Variable
 
 
 def cond(pred: Any, true_fun: Callable[..., Any], false_fun: Callable[..., Any], *operands: Any) -> Any:

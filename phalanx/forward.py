@@ -11,12 +11,13 @@ import jax.numpy as jnp
 
 from phalanx import _jax
 from phalanx._checks import take_apart
+from phalanx._conversion import check_kind, to_array
 from phalanx._identities import Identities
 from phalanx._linearize import push_forward
 from phalanx._open_tape import OpenTape
 from phalanx.errors import ArgumentError, ArgumentTypeError, TapeError
 from phalanx.tape import check_unconnected
-from phalanx.variables import Component, Variable, check_kind, to_array
+from phalanx.variables import Component, Variable
 
 
 class ForwardAccumulator(OpenTape):

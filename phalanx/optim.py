@@ -13,6 +13,7 @@ import optax
 
 from phalanx import _jax, state
 from phalanx._checks import counterparts
+from phalanx._conversion import check_kind, to_array
 from phalanx._tensorflow import OPTIMIZER, no_such
 from phalanx.abstract import abstract
 from phalanx.distribute.collectives import all_reduce, check_op
@@ -20,7 +21,7 @@ from phalanx.distribute.in_effect import get_strategy
 from phalanx.distribute.values import is_per_replica
 from phalanx.errors import AggregationRequiredError, ArgumentError, ArgumentTypeError, AssignmentError
 from phalanx.function import function
-from phalanx.variables import Variable, check_kind, to_array
+from phalanx.variables import Variable
 
 Reduction = Literal["sum", "mean"] | None
 

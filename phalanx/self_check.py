@@ -12,12 +12,13 @@ import jax
 import numpy as np
 
 from phalanx import state
+from phalanx._conversion import to_host
 from phalanx.data.dataset import DistributedDataset
 from phalanx.distribute.strategy import Strategy
 from phalanx.distribute.values import is_per_replica
 from phalanx.errors import ArgumentError, ArgumentTypeError, StrategyError
 from phalanx.function import not_strict
-from phalanx.variables import Variable, to_host
+from phalanx.variables import Variable
 
 _STEPS = 3
 

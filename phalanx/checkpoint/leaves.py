@@ -13,11 +13,12 @@ import numpy as np
 
 from phalanx import state
 from phalanx._checks import is_numeric
+from phalanx._conversion import is_key
 from phalanx._packs import stored_array
 from phalanx._plain import decode, encode
 from phalanx.distribute.reductions import compute
 from phalanx.errors import AggregationRequiredError, ArgumentError, ArgumentTypeError, CheckpointError
-from phalanx.variables import Variable, is_key
+from phalanx.variables import Variable
 
 Entry = dict[str, Any]
 Arrays = dict[str, Any]

@@ -10,11 +10,12 @@ import jax
 import numpy as np
 
 from phalanx._checks import counterparts
+from phalanx._conversion import is_per_replica
 from phalanx._plain import is_plain
 from phalanx.checkpoint.leaves import Array, Held, Leaf, Put, State, Value, generator
 from phalanx.errors import ArgumentError, ArgumentTypeError
 from phalanx.optim import Optimizer
-from phalanx.variables import Component, Variable, is_per_replica
+from phalanx.variables import Component, Variable
 
 Parts = Iterable[tuple[str, Any]]
 """What an object consists of, each with a name that is the same in another run of the program."""

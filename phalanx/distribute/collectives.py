@@ -25,8 +25,8 @@ import jax.numpy as jnp
 
 from phalanx import _jax
 from phalanx._checks import as_array
+from phalanx._conversion import is_key
 from phalanx.errors import ArgumentError, ArgumentTypeError
-from phalanx.variables import is_key
 
 ReduceOp = Literal["sum", "mean"]
 

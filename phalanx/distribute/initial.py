@@ -15,10 +15,11 @@ import jax
 import numpy as np
 
 from phalanx import _jax
+from phalanx._conversion import is_key
 from phalanx.cluster.agreement import Roundtable
 from phalanx.distribute.reductions import compute
 from phalanx.errors import StrategyError
-from phalanx.variables import Variable, is_key
+from phalanx.variables import Variable
 
 if TYPE_CHECKING:
     from phalanx.distribute.strategy import Strategy

@@ -16,6 +16,7 @@ import numpy as np
 
 from phalanx import _jax, state
 from phalanx._checks import check_call, check_function, counterparts, take_apart
+from phalanx._conversion import is_key
 from phalanx._eager_programs import EagerPrograms, as_function
 from phalanx._tensorflow import STRATEGY, no_such
 from phalanx.data.dataset import AutoShard, DistributedDataset, InputContext
@@ -27,7 +28,7 @@ from phalanx.distribute.reductions import compute, gather_leaf, is_distributed, 
 from phalanx.distribute.run import run_in_trace
 from phalanx.distribute.values import PerReplica, is_per_replica
 from phalanx.errors import ArgumentError, ArgumentTypeError, DeviceError, StrategyError
-from phalanx.variables import Component, Variable, is_key
+from phalanx.variables import Component, Variable
 
 logger = logging.getLogger("phalanx")
 

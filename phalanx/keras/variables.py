@@ -15,11 +15,12 @@ import numpy as np
 
 from phalanx import _jax, state
 from phalanx._checks import register_variables
+from phalanx._conversion import is_per_replica
 from phalanx.distribute.collectives import all_reduce
 from phalanx.errors import AssignmentError, StrategyError
 from phalanx.keras import _keras
 from phalanx.keras.law import law
-from phalanx.variables import Aggregation, Synchronization, Variable, is_per_replica
+from phalanx.variables import Aggregation, Synchronization, Variable
 
 _COUNTERPART = "_phalanx_variable"
 _GOLDEN = np.uint32(0x9E3779B9)

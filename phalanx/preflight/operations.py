@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from phalanx import _jax
-from phalanx.variables import is_key
+from phalanx._conversion import is_key
 
 CALLBACKS = frozenset({"pure_callback", "io_callback", "debug_callback", "debug_print", "outside_call"})
 

@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from phalanx import _jax, state
+from phalanx._conversion import is_key
 from phalanx._explain import why_not_traced
 from phalanx._launch import Compiled
 from phalanx._methods import BoundFunction
@@ -26,7 +27,7 @@ from phalanx.errors import ArgumentError, ArgumentTypeError, UnevenBatchError
 from phalanx.function import Function
 from phalanx.preflight.operations import size_of
 from phalanx.preflight.targets import Target
-from phalanx.variables import Variable, is_key
+from phalanx.variables import Variable
 
 
 @dataclass(frozen=True)
