@@ -147,6 +147,8 @@ def main() -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     for name in options.names or REPORTS:
         report = REPORTS[name]()
+        if not report.fits:
+            _ = report.largest_batch_that_fits  # which the text then names
         text = str(report)
         print(f"== {name}\n{text}\n", flush=True)
         report.save_html(options.out / f"{name}.html")

@@ -398,6 +398,7 @@ def too_large():
 @pytest.mark.slow
 def test_too_large_a_batch_does_not_fit_and_the_largest_that_does_is_found(too_large):
     assert not too_large.fits and too_large.verdict == "does not fit"
+    assert "does not fit" in str(too_large) and "largest_batch_that_fits" not in vars(too_large)  # printing is quick
     assert "RESOURCE_EXHAUSTED" in too_large.compiler_message
     batch = too_large.largest_batch_that_fits
     assert batch % 4 == 0 and 4 <= batch < too_large.global_batch

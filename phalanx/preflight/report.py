@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from phalanx._checks import check_int
-from phalanx.errors import PhalanxError
 from phalanx.preflight import estimate, hlo, operations
 from phalanx.preflight.checks import Evidence, Warning, all_warnings, human, layer_of
 from phalanx.preflight.compiler import Settings
@@ -115,12 +114,9 @@ class Report:
         """'fits', 'does not fit' or 'fails'."""
         return "fits" if self.fits else "does not fit" if self.compiles or self._outcome.out_of_memory else "fails"
 
-    @functools.cached_property
+    @property
     def message(self) -> str:
-        """One sentence for a person: the verdict and its likely cause.
-
-        When it does not fit, this looks for the largest batch that does, which compiles the step several times.
-        """
+        """One sentence for a person: the verdict and its likely cause, and `largest_batch_that_fits` once it is known."""
         b = self.bytes
         if self.fits:
             of = "" if b.available is None else f" of {human(b.available)} a device has"
@@ -131,16 +127,16 @@ class Report:
         worst = max(parts, key=lambda k: parts[k])
         need = f"needs at least {b.total / _GIB:.2f} of {(b.available or 0) / _GIB:.2f} GiB"
         cause = f" {human(parts[worst])} are {worst}; the largest: {self.largest_buffers[0].what}."
-        return f"It does not fit: {need}; {self._which_fits()}.{cause if self.largest_buffers else ''}"
+        return f"It does not fit: {need}{self._which_fits}.{cause if self.largest_buffers else ''}"
 
+    @property
     def _which_fits(self) -> str:
-        try:
-            batch = self.largest_batch_that_fits
-        except PhalanxError as error:  # the sizes of the step's arguments depend on each other
-            return f"which batch fits could not be found ({error})"
+        if "largest_batch_that_fits" not in self.__dict__:  # looking for it compiles the step several times
+            return ""
+        batch = self.largest_batch_that_fits
         if batch is None:
-            return "it has no batch to make smaller"
-        return f"batch {batch} fits" if batch else "not even one row for each replica fits"
+            return "; it has no batch to make smaller"
+        return f"; batch {batch} fits" if batch else "; not even one row for each replica fits"
 
     @property
     def compiler_message(self) -> str:
