@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 
-from benchmarks import by_hand, harness, peers
+from benchmarks import by_hand, harness, peers, plot
 from benchmarks.__main__ import main
 from benchmarks.problems import training_problems
 
@@ -48,6 +48,14 @@ def test_every_workload_runs_and_is_reported(report):
 def test_the_report_says_where_and_with_what_it_was_measured(report):
     environment = report[0]["environment"]
     assert {"date", "machine", "cores", "load", "python", "jax", "phalanx"} <= set(environment)
+
+
+@pytest.mark.slow
+def test_the_report_can_be_drawn(report, tmp_path):
+    plot.draw(report[0], tmp_path / "ratios.svg")
+    drawn = (tmp_path / "ratios.svg").read_text()
+    for result in report[0]["results"]:
+        assert f"{result['workload']}: {result['case']}" in drawn
 
 
 @pytest.mark.slow
