@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from cluster import launch, write
 
 import phalanx as px
 
@@ -285,3 +286,40 @@ def test_threads_that_step_and_read_see_whole_steps():
     assert not reader.is_alive()
     assert all(first <= last for first, last in seen)
     np.testing.assert_array_equal(values_of(variables), np.full((N, 2), 50.0))
+
+
+@pytest.mark.processes
+def test_one_process_may_look_at_them_while_the_others_do_not(tmp_path):
+    script = write(
+        tmp_path / "looking.py",
+        """
+        import phalanx as px
+        me = px.connect(timeout=60).process_id
+        import jax.numpy as jnp, json, numpy as np
+        strategy = px.Mirrored()
+        with strategy.scope():
+            variables = [px.Variable(np.full(3, float(i), np.float32)) for i in range(20)]
+
+        def replica():
+            two = px.get_replica_context().all_reduce("sum", 1.0)
+            for v in variables:
+                v.assign_add(jnp.full(3, two))
+
+        step = px.function(lambda: strategy.run(replica))
+        looked = []
+        for number in range(4):
+            step()
+            if number % 2 == me:
+                looked += [float(variables[i].numpy()[0]) for i in (0, 19)]
+            if number == 2:
+                variables[3].assign(np.zeros(3, np.float32))
+        print(json.dumps({"looked": looked, "end": [float(v.numpy()[0]) for v in variables]}))
+        """,
+    )
+    outcome = launch(2, script)
+    assert outcome.code == 0, outcome.err
+    end = [2.0 if i == 3 else i + 8.0 for i in range(N)]
+    assert outcome.told() == {
+        0: [{"looked": [2.0, 21.0, 6.0, 25.0], "end": end}],
+        1: [{"looked": [4.0, 23.0, 8.0, 27.0], "end": end}],
+    }
