@@ -193,6 +193,38 @@ def test_a_process_that_finishes_early_waits_for_the_others_and_is_not_mourned(t
         assert "waits for" not in ended[late][1]
 
 
+def test_a_process_that_calls_sys_exit_with_an_error_has_failed(tmp_path):
+    script = write(
+        tmp_path / "leaves.py",
+        """
+        import sys
+        import phalanx as px
+        me = int(sys.argv[1])
+        px.connect(px.cluster.Explicit(2, me, f"127.0.0.1:{sys.argv[2]}"), timeout=30)
+        strategy = px.Mirrored()
+
+        @px.function
+        def step():
+            return strategy.run(lambda: px.get_replica_context().all_reduce("sum", 1.0))
+
+        for number in range(1000):
+            step()
+            if number == 5 and me == int(sys.argv[3]):
+                try:
+                    sys.exit("caught, and of no account")
+                except SystemExit:
+                    sys.exit(9)
+        """,
+    )
+    for leaving in (0, 1):
+        processes = pair(script, str(leaving))
+        ended = [process.communicate(timeout=60) for process in processes]
+        assert processes[leaving].returncode == 9, ended
+        assert processes[1 - leaving].returncode == px.cluster.EXIT_LOST
+        assert f"phalanx: process {leaving} (host" in ended[1 - leaving][1]
+        assert "ended by sys.exit with code 9" in ended[1 - leaving][1]
+
+
 def test_a_forked_child_does_not_keep_its_dead_parent_alive_for_the_others(tmp_path):
     script = write(
         tmp_path / "forks.py",

@@ -9,12 +9,13 @@ import sys
 import time
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 
 from phalanx import _jax
 from phalanx._checks import check_seconds
+from phalanx.cluster.exits import EXIT_PREEMPTED
 from phalanx.cluster.lifeline import Lifeline, end_process
 from phalanx.cluster.preemption import preemption
 from phalanx.cluster.randomness import settle_seed
@@ -167,25 +168,35 @@ class _Leaving:
 
     def __init__(self, line: Lifeline) -> None:
         self._line = line
-        self._failed = False
+        self._code = 0
+        """That the process failed with."""
         self._hook = sys.excepthook
+        self._exit = sys.exit
 
     def install(self) -> None:
         sys.excepthook = self._on_error
+        sys.exit = self._on_sys_exit  # no hook is called for SystemExit, and its code is gone at the end
         atexit.register(self._on_exit)  # after JAX's own, so it runs before
 
     def _on_error(self, kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
         self._hook(kind, error, where)
         if _jax.is_collective_failure(error):
             self._line.wait_for_blame()
-        self._failed = True
+        self._code = 1
         self._line.fail(f"failed with {kind.__name__}: {str(error).partition(chr(10))[0][:500]}")
 
+    def _on_sys_exit(self, status: Any = None, /) -> NoReturn:
+        # Whether it ends the process is known at the end only. All processes are preempted together.
+        code = status if isinstance(status, int) else status is not None
+        self._code = 0 if code == EXIT_PREEMPTED else int(code)
+        self._exit(status)
+
     def _on_exit(self) -> None:
-        if self._failed:
+        if self._code:
+            self._line.fail(f"ended by sys.exit with code {self._code}")  # if it has not said yet why
             # JAX's own way out waits for the others, and aborts when they have gone.
             logging.shutdown()
-            end_process(1, "")
+            end_process(self._code & 0xFF, "")
         self._line.finish(_TELL_SECONDS)
 
 
