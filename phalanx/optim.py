@@ -5,11 +5,10 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable
 from contextlib import nullcontext
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from phalanx import _jax, state
 from phalanx._checks import counterparts
@@ -22,6 +21,9 @@ from phalanx.distribute.values import is_per_replica
 from phalanx.errors import AggregationRequiredError, ArgumentError, ArgumentTypeError, AssignmentError
 from phalanx.function import function
 from phalanx.variables import Variable
+
+if TYPE_CHECKING:
+    import optax  # where it is needed: it takes half as long to import as Phalanx, and Keras has optimizers of its own
 
 Reduction = Literal["sum", "mean"] | None
 
@@ -213,6 +215,8 @@ class Optimizer:
 
     def _update(self, grads: list[Any]) -> None:
         """One step; None stands for variables that have no gradient."""
+        import optax
+
         place, strategy = state.top().base, state.context().strategy
         for v in (*self._updated, *self._state):
             state.refuse_foreign(v, strategy, "updated")
@@ -334,6 +338,8 @@ def _constrained(variable: Variable, value: Any) -> Any:
 
 def _owners(tx: Any, initial: Any, n: int) -> list[int | None]:
     """For each leaf of the state: the position of the variable that it belongs to."""
+    import optax
+
     try:
         marked = optax.tree.map_params(tx, lambda _, i: i, initial, list(range(n)), transform_non_params=lambda _: -1)
     except Exception:  # some transformations cannot be asked: then all of their state is shared
