@@ -8,6 +8,10 @@ from pathlib import Path
 from typing import Any
 
 
+_LEAST = 1 / 64
+"""What is smaller is drawn there."""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description="Draw a report of the benchmarks.")
     parser.add_argument("report", type=Path, help="what `python -m benchmarks --json` wrote")
@@ -28,6 +32,7 @@ def draw(report: dict[str, Any], picture: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(11, 0.8 + 0.2 * len(rows)), layout="constrained")
     for y, (_, ratios) in enumerate(rows):
         colour = "tab:blue" if ratios[0] <= 1.05 else "tab:orange"
+        ratios = [max(ratio, _LEAST) for ratio in ratios]
         axes.plot(ratios[1:], [y, y], color=colour, linewidth=1)
         axes.plot(ratios[0], y, "o", color=colour, markersize=4)
     axes.axvline(1, color="gray", linewidth=0.8)
