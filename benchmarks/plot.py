@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-
 _LEAST = 1 / 64
 """What is smaller is drawn there."""
 
