@@ -23,7 +23,8 @@ FIT = """
 
     def now(seconds):
         print("now", flush=True)
-        time.sleep(seconds)
+        for _ in range(int(seconds * 50)):  # a signal that comes just before a sleep is heard after it
+            time.sleep(0.02)
 
     class Data(keras.utils.PyDataset):
         def __len__(self):
