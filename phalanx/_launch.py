@@ -49,6 +49,7 @@ class Compiled:
         self.donated = [i for i in alone if traced.captures[i][0] in given_away]
         """Which captures of a trace are given single, those whose buffers are reused."""
         self.kept = [i for i in alone if traced.captures[i][0] not in given_away]
+        self.smallest_out = _smallest_out(traced, packs)
         flat = self._flat(traced, packs)
         flat.__name__ = program.name
         shardings = _out_shardings(traced, packs)
@@ -62,7 +63,7 @@ class Compiled:
         single = [*(n_args + i for i in self.donated), *self.args, *(n_args + i for i in self.kept)]
         position = {i: n for n, i in enumerate(single, packs.n_updated)}
         sources = [position[i] if i in position else packs.places[traced.captures[i - n_args][0]] for i in program.used]
-        targets = [*[None] * n_results, *map(packs.places.get, traced.written), *[None] * len(traced.initial)]
+        targets = _targets(traced, packs)
         layouts, n_updated = [pack.layout for pack in packs.all], packs.n_updated
 
         def flat(donated: list[Any], kept: list[Any], constants: list[Any]) -> list[Any]:
@@ -200,7 +201,21 @@ class Launch:
             state.set_all(written, "_owned", itertools.repeat(True))
         self._owned_at = state.Lending.times
         if self._traced.in_order:
-            _previous[:] = _smallest(outs[0])
+            _previous[:] = outs[0][self._compiled.smallest_out]
+
+
+def _targets(traced: Traced, packs: Packs) -> list[tuple[int, int] | None]:
+    """For each output of a program its place in a pack, if it has one."""
+    return [*[None] * traced.n_results, *map(packs.places.get, traced.written), *[None] * len(traced.initial)]
+
+
+def _smallest_out(traced: Traced, packs: Packs) -> slice:
+    """Where the smallest of the arrays that a compiled program gives is, which to keep costs least."""
+    n = traced.n_results
+    alone = [aval.size for aval, place in zip(traced.program.out_avals, _targets(traced, packs)) if place is None]
+    sizes = [*alone[:n], *(pack.layout.size for pack in packs.updated), *alone[n:]]
+    smallest = sizes.index(min(sizes)) if sizes else 0
+    return slice(smallest, smallest + 1)
 
 
 def _signature(traced: Traced, donate: bool, packs: Packs) -> Any:
