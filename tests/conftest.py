@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 
 import jax
 import pytest
@@ -15,6 +16,13 @@ px.cpu_devices(8)
 
 # A shell starts a command with `&` with SIGINT ignored, and children inherit that: Ctrl-C is tested all the same.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Keras starts weights from seeds that it draws: the same ones in each run, fixtures included."""
+    if keras := sys.modules.get("keras"):
+        keras.utils.set_random_seed(0)
 
 
 @pytest.fixture(params=[1, 2, 4], ids=lambda n: f"replicas{n}")
