@@ -130,16 +130,24 @@ def measure(candidates: Sequence[Contender], effort: Effort) -> list[dict[str, A
     return [
         {
             "name": candidate.name,
-            "median": statistics.median(times),
-            "min": min(times),
-            "max": max(times),
-            "ratio": statistics.median(a / b for a, b in zip(rounds[0], times)),
-            "rounds": times,
+            **figures(times, rounds[0]),
             "steps_per_round": n,
             "check": None if check is None else check.ravel().tolist(),
         }
         for candidate, times, n, check in zip(candidates, rounds, steps, checks)
     ]
+
+
+def figures(times: Sequence[float], first: Sequence[float]) -> dict[str, Any]:
+    """What is told of a candidate's rounds, next to those of the first."""
+    ratio = statistics.median(a / b for a, b in zip(first, times))
+    return {
+        "median": statistics.median(times),
+        "min": min(times),
+        "max": max(times),
+        "ratio": ratio,
+        "rounds": list(times),
+    }
 
 
 def require_equal(names: Sequence[str], checks: Sequence[Any]) -> None:
@@ -169,14 +177,29 @@ def groups(workloads: Sequence[str], replicas: Sequence[int] | None) -> Iterator
                 yield name, n
 
 
-def run_group(workload: str, replicas: int, effort: Effort, quick: bool) -> list[dict[str, Any]]:
-    """The results of one workload with one number of replicas."""
+def run_group(workload: str, replicas: int, effort: Effort, quick: bool, processes: int = 1) -> list[dict[str, Any]]:
+    """The results of one workload with one number of replicas: the rounds of so many processes, one after another.
+
+    How fast a program runs differs from process to process, too: by where its memory happens to lie.
+    """
     command = [sys.executable, "-m", "benchmarks.harness", workload, str(replicas)]
     command += [json.dumps(asdict(effort)), json.dumps(quick)]
-    child = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=_ROOT)
-    if child.returncode:
-        raise SystemExit(f"benchmarks: {workload} with {replicas} replicas ended with code {child.returncode}.")
-    return list(json.loads(child.stdout))
+    runs = []
+    for _ in range(processes):
+        child = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=_ROOT)
+        if child.returncode:
+            raise SystemExit(f"benchmarks: {workload} with {replicas} replicas ended with code {child.returncode}.")
+        runs.append(json.loads(child.stdout))
+    return [_pooled(same_case) for same_case in zip(*runs)]
+
+
+def _pooled(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One result of those of several processes."""
+    rounds = [
+        [time for row in rows for time in row["rounds"]] for rows in zip(*(result["candidates"] for result in results))
+    ]
+    rows = [row | figures(times, rounds[0]) for row, times in zip(results[0]["candidates"], rounds)]
+    return results[0] | {"candidates": rows}
 
 
 def _child(workload: str, replicas: int, effort: Effort, quick: bool) -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
     path = tmp_path_factory.mktemp("benchmarks") / "report.json"
-    command = [sys.executable, "-m", "benchmarks", "--quick", "--replicas", "1", "2", "--json", str(path)]
+    command = [sys.executable, "-m", "benchmarks", "--quick", "--replicas", "1", "2", "--json", str(path), "all"]
     finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr
     return json.loads(path.read_text()), finished.stdout
@@ -111,6 +111,23 @@ def test_candidates_take_turns_and_preparations_are_not_steps():
     assert rounds == ["a", "prepare b", "b"] * 3
     assert [row["name"] for row in rows] == ["a", "b"]
     assert rows[0]["ratio"] == 1
+
+
+def test_the_rounds_of_several_processes_are_one_result(monkeypatch):
+    """Each process measures both candidates, and its rounds are compared with its own."""
+    seconds = iter([(1.0, 2.0), (3.0, 12.0), (1.0, 1.0)])
+
+    def run(command, **options):
+        a, b = next(seconds)
+        rows = [{"name": "a", "rounds": [a], "check": None}, {"name": "b", "rounds": [b], "check": None}]
+        result = [{"workload": "w", "case": "c", "candidates": rows}]
+        return subprocess.CompletedProcess(command, 0, json.dumps(result))
+
+    monkeypatch.setattr(subprocess, "run", run)
+    (result,) = harness.run_group("w", 1, harness.Effort(1), quick=True, processes=3)
+    a, b = result["candidates"]
+    assert (a["rounds"], b["rounds"]) == ([1.0, 3.0, 1.0], [2.0, 12.0, 1.0])
+    assert (b["median"], b["min"], b["max"], b["ratio"]) == (2.0, 1.0, 12.0, 0.5)
 
 
 def test_an_unknown_workload_is_named_together_with_the_known_ones(monkeypatch, capsys):
