@@ -33,7 +33,8 @@ class Compiled:
 
     It takes three lists of arrays: the values that it replaces (their buffers are reused), which are those of packs
     and of single variables; the arguments and what else it uses, packs last; and the constants of the trace. It
-    gives the results, then the new values of packs, then those of single variables.
+    gives the new values of packs, then those of single variables, in the same order, and then the results: JAX lets
+    a new value take the buffer of the first given away that has its type, and XLA copies what it takes from another.
     """
 
     def __init__(self, traced: Traced, donate: bool, packs: Packs = NO_PACKS) -> None:
@@ -49,10 +50,14 @@ class Compiled:
         self.donated = [i for i in alone if traced.captures[i][0] in given_away]
         """Which captures of a trace are given single, those whose buffers are reused."""
         self.kept = [i for i in alone if traced.captures[i][0] not in given_away]
-        self.smallest_out = _smallest_out(traced, packs)
+        self.written = _single(traced, packs, self.donated)
+        """Which of the variables that a trace writes get their new values single."""
+        self.n_new = packs.n_updated + len(self.written)
+        """Outputs that are new values."""
+        self.smallest_out = self._smallest_out(traced, packs)
         flat = self._flat(traced, packs)
         flat.__name__ = program.name
-        shardings = _out_shardings(traced, packs)
+        shardings = self._out_shardings(traced, packs)
         self.run = jax.jit(flat, donate_argnums=(0,), out_shardings=shardings)
         self.run_keeping = jax.jit(flat, out_shardings=shardings)
         """The same, and nothing is given away; compiled only where it is called."""
@@ -63,7 +68,8 @@ class Compiled:
         single = [*(n_args + i for i in self.donated), *self.args, *(n_args + i for i in self.kept)]
         position = {i: n for n, i in enumerate(single, packs.n_updated)}
         sources = [position[i] if i in position else packs.places[traced.captures[i - n_args][0]] for i in program.used]
-        targets = _targets(traced, packs)
+        places = list(map(packs.places.get, traced.written))
+        single_outs = [*(n_results + i for i in self.written)]
         layouts, n_updated = [pack.layout for pack in packs.all], packs.n_updated
 
         def flat(donated: list[Any], kept: list[Any], constants: list[Any]) -> list[Any]:
@@ -72,14 +78,26 @@ class Compiled:
             parts = [layout.split(array) for layout, array in zip(layouts, packed)]
             values = [arrays[i] if isinstance(i, int) else parts[i[0]][i[1]] for i in sources]
             outs = program.bind(*values, *constants)
-            for place, value in zip(targets, outs):
+            for place, value in zip(places, outs[n_results:]):
                 if place is not None:
                     parts[place[0]][place[1]] = value
             joined = [layout.join(new) for layout, new in zip(layouts[:n_updated], parts)]
-            alone = [value for place, value in zip(targets, outs) if place is None]
-            return [*alone[:n_results], *joined, *alone[n_results:]]
+            return [*joined, *(outs[i] for i in single_outs), *outs[:n_results], *outs[n_results + len(places) :]]
 
         return flat
+
+    def _smallest_out(self, traced: Traced, packs: Packs) -> slice:
+        """Where the smallest of the arrays that it gives is, which to keep costs least."""
+        sizes, n = [aval.size for aval in traced.program.out_avals], traced.n_results
+        new = [*(pack.layout.size for pack in packs.updated), *(sizes[n + i] for i in self.written)]
+        given = [*new, *sizes[:n], *sizes[n + len(traced.written) :]]
+        smallest = given.index(min(given)) if given else 0
+        return slice(smallest, smallest + 1)
+
+    def _out_shardings(self, traced: Traced, packs: Packs) -> list[Any]:
+        packed = [pack.sharding for pack in packs.updated]
+        single = [sharding_of(traced.written[i]) for i in self.written]
+        return packed + single + [None] * (traced.n_results + len(traced.initial))
 
     def fits(self, other: Traced, donate: bool, packs: Packs) -> bool:
         """True when this program computes the same as another trace's; Python functions are not compared."""
@@ -105,7 +123,8 @@ class Launch:
         captures, compiled = self._traced.captures, self._compiled
         donated = [captures[i][0] for i in compiled.donated]
         kept = [captures[i][0] for i in compiled.kept]
-        return donated, kept, [v for v in self._traced.written if v not in self._packs.places]
+        written = self._traced.written
+        return donated, kept, [written[i] for i in compiled.written]
 
     def lower(self) -> Any:
         """JAX's lowered program."""
@@ -134,7 +153,7 @@ class Launch:
                 if better is None:
                     raise
                 raise better from error
-        return traced.results(outs[0])
+        return traced.results(outs[0][self._compiled.n_new :])
 
     def _compile(self, args: list[Any], run: Any, *variables: list[Variable]) -> None:
         donated, kept, _ = variables
@@ -193,10 +212,9 @@ class Launch:
     def _commit(self, outs: list[Any], written: list[Variable], owned: bool) -> None:
         if not outs:
             return
-        new = outs[0][self._traced.n_results :]
-        for pack, array in zip(self._packs.updated, new):
+        for pack, array in zip(self._packs.updated, outs[0]):
             pack.give(array)
-        state.set_all(written, "_stored", new[self._packs.n_updated :])
+        state.set_all(written, "_stored", outs[0][self._packs.n_updated : self._compiled.n_new])
         if not owned:
             state.set_all(written, "_owned", itertools.repeat(True))
         self._owned_at = state.Lending.times
@@ -204,18 +222,10 @@ class Launch:
             _previous[:] = outs[0][self._compiled.smallest_out]
 
 
-def _targets(traced: Traced, packs: Packs) -> list[tuple[int, int] | None]:
-    """For each output of a program its place in a pack, if it has one."""
-    return [*[None] * traced.n_results, *map(packs.places.get, traced.written), *[None] * len(traced.initial)]
-
-
-def _smallest_out(traced: Traced, packs: Packs) -> slice:
-    """Where the smallest of the arrays that a compiled program gives is, which to keep costs least."""
-    n = traced.n_results
-    alone = [aval.size for aval, place in zip(traced.program.out_avals, _targets(traced, packs)) if place is None]
-    sizes = [*alone[:n], *(pack.layout.size for pack in packs.updated), *alone[n:]]
-    smallest = sizes.index(min(sizes)) if sizes else 0
-    return slice(smallest, smallest + 1)
+def _single(traced: Traced, packs: Packs, donated: Sequence[int]) -> list[int]:
+    """Which written variables are in no pack: first those whose values are given away, in the order of these."""
+    number = {v: i for i, v in enumerate(traced.written) if v not in packs.places}
+    return list(dict.fromkeys([*(number[traced.captures[i][0]] for i in donated), *number.values()]))
 
 
 def _signature(traced: Traced, donate: bool, packs: Packs) -> Any:
@@ -238,12 +248,6 @@ def _signature(traced: Traced, donate: bool, packs: Packs) -> Any:
         len(jaxpr.eqns),
         donate,
     )
-
-
-def _out_shardings(traced: Traced, packs: Packs) -> list[Any]:
-    packed = [pack.sharding for pack in packs.updated]
-    alone = [sharding_of(v) for v in traced.written if v not in packs.places]
-    return [None] * traced.n_results + packed + alone + [None] * len(traced.initial)
 
 
 # ---- steps in flight -----------------------------------------------------------------------------

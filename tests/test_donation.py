@@ -420,3 +420,22 @@ def test_whoever_looks_at_a_variable_gets_an_array_that_another_threads_step_can
     else:
         assert lent_to(lambda: px.Mirrored(jax.devices()[:2]).adopt(v), v)
         assert lent_to(lambda: px.Optimizer(optax.adam(0.1)).build([v]), v)
+
+
+def test_each_new_value_takes_the_place_of_its_own_old_one_whatever_the_order(place):
+    """Values in each other's places would first have to be copied."""
+    a, b, c, unread = (place.variable(np.full(4, i, np.float32), name=f"v{i}") for i in range(4))
+
+    def update():
+        total = a + b + c
+        unread.assign(ONES)
+        for v in (c, a, b):
+            v.assign(v + total)
+        return total
+
+    step = place.step(update)
+    step()
+    step()
+    before = [pointers(v._stored) for v in (a, b, c)]
+    step()
+    assert [pointers(v._stored) for v in (a, b, c)] == before
