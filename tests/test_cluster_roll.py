@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 
 from phalanx.cli.workers import free_port
+from phalanx.cluster import lifeline
 from phalanx.cluster.lifeline import Lifeline
 from phalanx.cluster.roll import Roll, call_the_roll, introduce
 from phalanx.cluster.spec import ClusterSpec
@@ -238,3 +239,18 @@ def test_the_first_that_waits_at_the_end_says_for_whom_also_when_it_is_not_proce
     (said,) = capsys.readouterr().err.splitlines()
     assert said.startswith("phalanx: process 1 has finished and waits for process 0")
     close(*rolls)
+
+
+@pytest.mark.parametrize("reason_is_known", [False, True])
+def test_one_that_is_gone_is_blamed_unless_all_are_about_to_end(reason_is_known, port, monkeypatch):
+    rolls = all_call(*(lambda i=i: call(i, 2, port) for i in range(2)))
+    line, ended = Lifeline(rolls[0], 0, heartbeat=30.0), threading.Event()
+    monkeypatch.setattr(lifeline, "end_process", lambda code, text: ended.set())
+    if reason_is_known:
+        line.blame_nobody()
+    line.start()
+    close(rolls[1])
+    assert ended.wait(1.0 if reason_is_known else 10.0) is not reason_is_known
+    line._failed = True  # which ends its thread
+    line._thread.join(10)
+    close(rolls[0])

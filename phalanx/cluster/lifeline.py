@@ -61,7 +61,8 @@ class Lifeline:
         self._finished: set[int] = set()
         self._all_finished = threading.Event()
         self._failed = False
-        """Whether this process has failed itself; it then blames nobody."""
+        """Whether this process has failed itself; it then listens to nobody."""
+        self._blames = True
         self._lock = threading.Lock()
         self._bell = socket.socketpair()
         self.handlers: dict[str, Handler] = {
@@ -119,6 +120,10 @@ class Lifeline:
         if not self._failed:
             self._failed = True
             self._send({"kind": "failed", "by": self.me, "process": self.me, "text": text})
+
+    def blame_nobody(self) -> None:
+        """All processes are about to end, for a reason that is known; which of them is gone first is none."""
+        self._blames = False
 
     def finish(self, told: float) -> None:
         """Wait until all processes have finished; `told` seconds later say who is waited for."""
@@ -186,11 +191,12 @@ class Lifeline:
             self._blame(i, f"{silence}: it is stopped, or its machine or the network is down")
 
     def _blame(self, i: int, text: str) -> None:
-        self._send({"kind": "failed", "by": self.me, "process": i, "text": text}, but=i)
-        self._on_failed(self.me, {"process": i, "text": text})
+        if self._blames:
+            self._send({"kind": "failed", "by": self.me, "process": i, "text": text}, but=i)
+            self._on_failed(self.me, {"process": i, "text": text})
 
     def _on_failed(self, by: int, message: dict[str, Any]) -> None:
-        if self._failed or self._all_finished.is_set():
+        if self._failed or not self._blames or self._all_finished.is_set():
             return
         i = int(message["process"])
         who = self.members[i] if i != self.me else "this process"

@@ -15,13 +15,12 @@ from typing import Any, TypeVar
 from phalanx._checks import check_seconds
 from phalanx.cluster.connection import lifeline
 from phalanx.cluster.exits import EXIT_STUCK
-from phalanx.cluster.lifeline import end_process
+from phalanx.cluster.lifeline import Lifeline, end_process
 
 T = TypeVar("T")
 
 _GATHER_SECONDS = 1.0
 """How long the report waits for what the others say."""
-
 
 _LONGEST_SECONDS = 1e9
 """What the clocks of C can count."""
@@ -102,14 +101,13 @@ class Watchdog:
             faulthandler.cancel_dump_traceback_later()
 
     def _report(self) -> None:
-        line = lifeline()
+        line, seen = lifeline(), stacks()
         if line is not None:
             line.tell("stuck", step=self.steps)
-            self._ended.wait(_GATHER_SECONDS)
-        if not self._ended.is_set():
-            self._end()
+            time.sleep(_gathering(line))  # and end then, whatever happens: the others do
+        self._end(seen)
 
-    def _end(self) -> None:
+    def _end(self, seen: str) -> None:
         line = lifeline()
         me = 0 if line is None else line.me
         took = f"process {me} is in step {self.steps} since {time.monotonic() - self._began:.1f} s"
@@ -122,7 +120,7 @@ class Watchdog:
                 behind = f" Behind the others, in step {last}: {names}."
         end_process(
             EXIT_STUCK,
-            f"{stacks()}\nphalanx: {took}, and step_timeout is {self._limit:g} s.{behind} It exits with code"
+            f"{seen}\nphalanx: {took}, and step_timeout is {self._limit:g} s.{behind} It exits with code"
             f" {EXIT_STUCK}; the stacks of its threads are above.",
         )
 
@@ -131,15 +129,23 @@ class Watchdog:
     def _on_stuck(self, by: int, message: dict[str, Any]) -> None:
         self._reports[by] = int(message["step"])
         line = lifeline()
-        if line is None or by == line.me:
+        if line is None:
+            return
+        line.blame_nobody()  # for being gone: whoever is first ends some moments before the others
+        if by == line.me:
             return
         line.tell("step", step=self.steps)
-        end = threading.Timer(_GATHER_SECONDS, self._end)
+        end = threading.Timer(_gathering(line), self._end, [stacks()])
         end.daemon = True
         end.start()
 
     def _on_step(self, by: int, message: dict[str, Any]) -> None:
         self._reports[by] = int(message["step"])
+
+
+def _gathering(line: Lifeline) -> float:
+    """Process 0 ends last: JAX aborts, without a word, those that lose its coordinator."""
+    return _GATHER_SECONDS * (1.5 if line.me == 0 else 1)
 
 
 def stacks() -> str:
