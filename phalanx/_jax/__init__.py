@@ -44,6 +44,7 @@ from phalanx._jax.processes import write_note as write_note
 from phalanx._jax.profiler import DeviceOperation as DeviceOperation
 from phalanx._jax.profiler import compilations as compilations
 from phalanx._jax.profiler import device_operations as device_operations
+from phalanx._jax.profiler import wait_for_all as wait_for_all
 from phalanx._jax.programs import Program as Program
 from phalanx._jax.programs import Tracing as Tracing
 from phalanx._jax.programs import compiling as compiling

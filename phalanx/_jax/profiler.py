@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax._src import xla_bridge
 
 from phalanx.errors import StrategyError
 
@@ -52,6 +53,14 @@ def compilations() -> Iterator[list[tuple[float, float]]]:
         yield _listening.spans
     finally:
         _listening.spans = before
+
+
+def wait_for_all() -> bool:
+    """Until every array that somebody holds is computed; False when all were already."""
+    arrays = [x for backend in xla_bridge.backends().values() for x in backend.live_arrays()]
+    pending = [x for x in arrays if not x.is_deleted() and not x.is_ready()]
+    jax.block_until_ready(pending)
+    return bool(pending)
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,23 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.cli import usage_error
-from phalanx.cli.steps import NoSuchStepError, check_outputs, made_by, names_in, part_of, split_name, users_code
+from phalanx.cli.steps import (
+    NoSuchStepError,
+    check_outputs,
+    gives_batches,
+    made_by,
+    names_in,
+    part_of,
+    split_name,
+    users_code,
+)
 
 HELP = "run a training step some times, and say where its time goes"
 
 _NOTE = """\
-STEP is FILE:NAME, a function of one batch that returns an array; it is found in the file after it was run (not as a
-script: what stands under `if __name__ == "__main__"` does not run). It may be a method, NAME.METHOD. Its batches are
-those of --batches, or of a function profile_NAME in the file, which returns (step, batches).
+STEP is FILE:NAME, a function of one batch; it is found in the file after it was run (not as a script: what stands under
+`if __name__ == "__main__"` does not run). It may be a method, NAME.METHOD. Its batches are those of --batches, or of a
+function profile_NAME in the file, which returns (step, batches). The steps are real ones: they train.
 
 Examples:
   phalanx profile train.py:step --batches dataset
@@ -62,9 +71,9 @@ def _found(path: str, name: str, batches: str | None) -> tuple[Any, Any]:
     if made is not None:
         if len(made) != 2:
             raise NoSuchStepError(f"profile_{name} in {path} returned {len(made)} values; (step, batches) is expected.")
-        return made[0], made[1] if batches is None else part_of(names, batches, path)
+        return made[0], made[1] if batches is None else part_of(names, batches, path, gives_batches)
     if batches is None:
         raise NoSuchStepError(
             f"profile needs --batches, or a function profile_{name} in {path} that returns (step, batches)."
         )
-    return part_of(names, name, path), part_of(names, batches, path)
+    return part_of(names, name, path), part_of(names, batches, path, gives_batches)

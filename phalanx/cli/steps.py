@@ -8,7 +8,7 @@ import os
 import runpy
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -78,12 +78,17 @@ def check_outputs(options: argparse.Namespace) -> None:
             raise NoSuchStepError(f"--{option} {path!r} may not be written.")
 
 
-def part_of(names: dict[str, Any], name: str, path: str) -> Any:
-    """NAME, or NAME.PART."""
+def gives_batches(value: Any) -> bool:
+    """Whether a loop over it could give batches."""
+    return hasattr(value, "__iter__") and not isinstance(value, (str, type))
+
+
+def part_of(names: dict[str, Any], name: str, path: str, fits: Callable[[Any], bool] = callable) -> Any:
+    """NAME, or NAME.PART; without it the error lists those names whose values fit."""
     first, *rest = name.split(".")
     if first not in names:
-        known = ", ".join(sorted(k for k, v in names.items() if callable(v) and not k.startswith("_")))
-        raise NoSuchStepError(f"{path} has no {first!r}. It has: {known}.")
+        known = ", ".join(sorted(k for k, v in names.items() if fits(v) and not k.startswith("_")))
+        raise NoSuchStepError(f"{path} has no {first!r}. It has: {known or 'nothing that would do'}.")
     found = names[first]
     for part in rest:
         if not hasattr(found, part):

@@ -13,7 +13,7 @@ from phalanx._checks import check_int
 from phalanx._methods import BoundFunction
 from phalanx.errors import ArgumentError, ArgumentTypeError, StrategyError
 from phalanx.function import Function
-from phalanx.profiling.measure import Run, require_results, run, wait_for
+from phalanx.profiling.measure import Run, run
 from phalanx.profiling.report import Profile, Span
 
 _TRACED_STEPS = 4
@@ -26,8 +26,11 @@ def profile(step: Callable[[Any], Any], batches: Iterable[Any], *, steps: int = 
     by one, as many as in training (without waiting for each), and a few under JAX's profiler. `batches` starts
     anew when it ends.
 
+    A step may return anything, also nothing: what it computes is waited for, the variables that it updates
+    included. One that reads its results (``float(loss)``) waits for them itself, and that time is part of it.
+
     Args:
-        step: a function of one batch, traced or not; it returns an array, the loss for instance.
+        step: a function of one batch, traced or not.
         batches: a distributed dataset, or anything else that can be iterated.
         steps: how many to measure in each way.
 
@@ -35,7 +38,7 @@ def profile(step: Callable[[Any], Any], batches: Iterable[Any], *, steps: int = 
         A `Profile`: `print` it, or see its ``verdict``, ``bound_by``, ``shares``, ``to_json()`` and ``save_html(path)``.
 
     Raises:
-        ArgumentError: when there is no batch, `steps` is no positive int, or the step returns no array.
+        ArgumentError: when there is no batch, or `steps` is no positive int.
         ArgumentTypeError: when `step` is no function or `batches` cannot be iterated.
         StrategyError: inside a traced function, a replica, a tape or another profile.
 
@@ -83,9 +86,8 @@ def _endless(batches: Any) -> Iterator[Any]:
 
 def _first(step: Callable[[Any], Any], batches: Iterator[Any]) -> float:
     start = time.perf_counter()
-    out = step(next(batches))
-    require_results(out)
-    wait_for(out)
+    _ = step(next(batches))  # held, so that its results are waited for
+    _jax.wait_for_all()
     return time.perf_counter() - start
 
 
@@ -117,7 +119,9 @@ def _profile(
         first_step_seconds=first,
         shares={name: value / whole for name, value in seconds.items()},
         recompiled_steps=sum(together.compiling(s) > 0 for s in together.steps),
+        name=getattr(step, "__name__", type(step).__name__),
         is_traced=isinstance(step, (Function, BoundFunction)),
+        reads_numbers=together.reads_numbers,
         timeline=_timeline(traced, operations),
     )
 

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import numpy as np
 
 from phalanx import _jax
-from phalanx.distribute.values import is_per_replica
-from phalanx.errors import ArgumentError
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,7 @@ class Step:
     returned: float
     """The call came back; what it computes need not be there yet."""
     done: float | None = None
-    """Its results were there; None where nobody waited for them."""
+    """All that it computes was there; None where nobody waited for it."""
 
     @property
     def waiting(self) -> float:
@@ -44,6 +43,8 @@ class Run:
     steps: list[Step] = field(default_factory=list)
     compilations: list[tuple[float, float]] = field(default_factory=list)
     """When something was traced or compiled: from, to."""
+    reads_numbers: bool = False
+    """Whether the steps return numbers of the host."""
     started: float = 0.0
     ended: float = 0.0
 
@@ -59,8 +60,7 @@ class Run:
 
 def run(step: Callable[[Any], Any], batches: Iterator[Any], count: int, *, wait: bool) -> Run:
     """Do so many steps, waiting for each or only for the last; `batches` never ends."""
-    made = Run()
-    out: Any = None
+    made, out = Run(), None
     with _jax.compilations() as compilations:
         made.started = time.perf_counter()
         for _ in range(count):
@@ -69,31 +69,20 @@ def run(step: Callable[[Any], Any], batches: Iterator[Any], count: int, *, wait:
             got = time.perf_counter()
             out = step(batch)
             returned = time.perf_counter()
-            if wait:
-                wait_for(out)
-            made.steps.append(Step(asked, got, returned, time.perf_counter() if wait else None))
-        wait_for(out)
+            # The variables that it updates count as what it returns does. Looking for them takes time of its own,
+            # which is not the step's where nothing was left to wait for.
+            done = time.perf_counter() if wait and _jax.wait_for_all() else returned
+            made.steps.append(Step(asked, got, returned, done if wait else None))
+        _jax.wait_for_all()
         made.ended = time.perf_counter()
     made.compilations = _merged(compilations)
+    made.reads_numbers = _has_numbers(out)
     return made
 
 
-def wait_for(out: Any) -> None:
-    """Until the step's results are there."""
-    jax.block_until_ready(_arrays(out))
-
-
-def require_results(out: Any) -> None:
-    """Raise when there is nothing to wait for."""
-    if not _arrays(out):
-        raise ArgumentError(
-            f"profile: the step returned {type(out).__name__}, and no array that could be waited for. Return the loss."
-        )
-
-
-def _arrays(out: Any) -> list[jax.Array]:
-    leaves = jax.tree.leaves(out, is_leaf=is_per_replica)
-    return [x for x in (x.stacked if is_per_replica(x) else x for x in leaves) if isinstance(x, jax.Array)]
+def _has_numbers(out: Any) -> bool:
+    """Whether a result holds numbers of Python or NumPy, which the step can only have when the devices are done."""
+    return any(isinstance(x, (float, np.ndarray, np.generic)) for x in jax.tree.leaves(out))
 
 
 def _merged(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:

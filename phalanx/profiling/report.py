@@ -18,6 +18,10 @@ LABELS = {
 }
 
 
+_CLOSE = 0.1
+"""Shares that differ by less than this may change places from run to run."""
+
+
 @dataclass(frozen=True)
 class Span:
     """Something that took some time."""
@@ -44,8 +48,12 @@ class Profile:
     sum is one."""
     recompiled_steps: int
     """Steps after the first in which something was traced or compiled again."""
+    name: str
+    """Of the step."""
     is_traced: bool
     """Whether the step is a `px.function`."""
+    reads_numbers: bool
+    """Whether the step returns numbers of Python or NumPy, for which it waits itself."""
     timeline: list[Span]
     """A few steps, by lanes: the host and the devices; seconds from their start."""
 
@@ -56,21 +64,40 @@ class Profile:
 
     @property
     def verdict(self) -> str:
-        """What the time goes to, and the one change that would help most."""
-        share = f"{self.shares[self.bound_by]:.0%}"
+        """What the time goes to, and the one change that would help most; what comes close to it is named too."""
+        first, second = sorted(self.shares, key=self.shares.__getitem__, reverse=True)[:2]
+        text = self._verdict(first)
+        if self.shares[first] - self.shares[second] < _CLOSE:
+            text += (
+                f" It is close: {LABELS[second]} takes {self.shares[second]:.0%}, and another run may put it first"
+                " (more steps tell them apart)."
+            )
+        return text
+
+    def _verdict(self, cause: str) -> str:
+        share = f"{self.shares[cause]:.0%}"
         return {
             "input": f"Input-bound: {share} of each step waits for data. Raise prefetch, or speed up the source.",
             "compilation": f"Bound by compiling: {share} of the time goes to it, in {self.recompiled_steps} of {self.steps}"
-            " steps after the first. Give batches one shape and dtype, and numbers that change as arrays.",
+            " steps after the first. Give batches one shape and dtype, and numbers that change as arrays;"
+            f" {self._explanation()} says which argument changed.",
             "collectives": f"Bound by communication: the replicas meet in {share} of each step. Give each replica more rows"
             " between two updates: a larger batch, or gradients accumulated over several.",
             "compute": f"Bound by computing: the devices compute in {share} of each step, as they should. What is left is"
             " less work: smaller numbers (bfloat16), a smaller model, more devices.",
             "host": self._host_bound(share),
-        }[self.bound_by]
+        }[cause]
+
+    def _explanation(self) -> str:
+        return f"{self.name}.explain_retraces()" if self.is_traced else "explain_retraces() of a px.function"
 
     def _host_bound(self, share: str) -> str:
         what = f"Bound by the host: in {share} of each step the devices wait for Python. "
+        if self.reads_numbers:
+            return what + (
+                "The step reads numbers (as float(loss) does), so Python and the devices take turns: return the arrays,"
+                " and read one now and then."
+            )
         if not self.is_traced:
             return what + "Make the step a px.function, which runs as one program."
         return what + "Do several steps in one call (px.scan over stacked batches), or less Python around the call."
