@@ -206,14 +206,14 @@ class Function(Generic[P, R]):
 
     def _new_trace(self, call: Call) -> ConcreteFunction:
         self._check_strict(call)
-        traced = self._trace(call)
+        traced, created = self._trace(call)
         self._adopt_captures(traced)
         concrete = ConcreteFunction(traced, call.without_values(), self._signature, self._launch)
         if traced.belongs_to_a_trace:
             return concrete
         known = list(identities(call.keys))
         traced.borrow([identity.value for identity in known if isinstance(identity.value, Variable)])
-        self._history.add(call)
+        self._history.add(call, self.trace_count, created)
         key = self._key(call)
         self._traces[key] = concrete
         self._warn_of_storm()
@@ -222,14 +222,15 @@ class Function(Generic[P, R]):
             self._watches.setdefault(key, []).append(watch)
         return concrete
 
-    def _trace(self, call: Call) -> Traced:
+    def _trace(self, call: Call) -> tuple[Traced, Sequence[Variable]]:
+        """A trace, and the variables that one before it created: the body runs again to use them."""
         traced = self._trace_once(call)
         if not traced.births:
-            return traced
+            return traced, ()
         place = state.top().base
         if traced.initial:
             if not place.is_eager:
-                return traced
+                return traced, ()
             self._initialise(traced, call)
         again = self._trace_once(call)
         if again.births:
@@ -238,7 +239,7 @@ class Function(Generic[P, R]):
                 f"{self.name} creates variables each time it runs ({lines}); a traced function may create them the"
                 " first time only. Create them outside, or keep them: `if self.v is None: self.v = px.Variable(...)`."
             )
-        return again
+        return again, traced.births
 
     def _trace_once(self, call: Call) -> Traced:
         self.trace_count += 1
@@ -290,7 +291,7 @@ class Function(Generic[P, R]):
     # ---- explaining ----
 
     def explain_retraces(self) -> str:
-        """What changed from trace to trace: which argument, from what to what.
+        """What changed from trace to trace: which argument, from what to what; or that variables were created.
 
         Example:
             >>> @px.function
@@ -333,7 +334,7 @@ class Function(Generic[P, R]):
         """One more trace for these arguments, which is not kept."""
         call = self._signature.split(*self._signature.bind(args, kwargs))
         with state.tracing(self.name):
-            return self._trace(call), call
+            return self._trace(call)[0], call
 
     @property
     def known_arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]] | None:

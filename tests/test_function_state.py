@@ -379,6 +379,23 @@ def test_programs_that_differ_only_in_a_constant_are_told_apart():
     assert [float(add(1.0, thing)) for thing in objects] == [2.0, 3.0, 2.0]
 
 
+def test_a_second_trace_for_variables_that_the_first_created_is_explained_with_the_others():
+    kept = {}
+
+    @px.function
+    def scaled(x):
+        if not kept:
+            kept.update(a=px.Variable(2.0, name="a"), b=px.Variable(1.0, name="b"))
+        return kept["a"] * x + kept["b"]
+
+    assert float(scaled(3.0)) == 7.0
+    scaled(jnp.ones(2))
+    created, argument = scaled.explain_retraces().splitlines()[1:]
+    assert created.startswith("trace 2: trace 1 created Variable 'a' and 1 more")
+    assert "before the first call (optimizer.build(variables)" in created
+    assert argument.startswith("trace 3: argument 'x'")
+
+
 # ---- creating variables --------------------------------------------------------------------------
 
 
