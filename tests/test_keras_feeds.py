@@ -53,6 +53,81 @@ def test_weights_of_rows_come_with_the_dataset_or_from_classes_but_not_both():
         view.fit(weighted, class_weight={0: 1.0}, verbose=0)
 
 
+@pytest.mark.parametrize("steps", [2, 3, 4])
+def test_several_steps_in_one_run_use_all_of_a_distributed_dataset(steps):
+    """Of five batches the last run has fewer, and the last batch fewer rows."""
+    found = []
+    for with_dataset in (False, True):
+        view, strategy = model()
+        view.compile(keras.optimizers.SGD(0.1), "binary_crossentropy", metrics=["accuracy"], steps_per_execution=steps)
+        x, y = np.concatenate([X, X[:8]]), np.concatenate([Y, Y[:8]])[:, None]
+
+        def data(*arrays, batch=4):
+            return strategy.distribute_dataset(arrays, batch_size=batch)
+
+        if with_dataset:
+            history = view.fit(data(x, y), validation_data=data(x, y), epochs=2, verbose=0).history
+            told, rows = view.evaluate(data(x, y, batch=8), verbose=0), view.predict(data(x), verbose=0)
+        else:
+            options = {"batch_size": 4, "shuffle": False, "verbose": 0}
+            history = view.fit(x, y, validation_data=(x, y), epochs=2, **options).history
+            told, rows = view.evaluate(x, y, batch_size=8, verbose=0), view.predict(x, batch_size=4, verbose=0)
+        assert int(view.optimizer.iterations.value) == 10
+        found.append([*history["loss"], *history["val_loss"], *told, *rows.ravel()])
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
+
+
+def test_gradients_of_several_elements_of_a_dataset_make_one_update():
+    weights = []
+    for with_dataset in (False, True):
+        view, strategy = model()
+        view.build((None, 3))
+        data = strategy.distribute_dataset((X, Y), batch_size=4)
+        options = {} if with_dataset else {"batch_size": 4, "shuffle": False}
+        view.fit(*((data,) if with_dataset else (X, Y)), accumulate_steps=2, epochs=2, verbose=0, **options)
+        assert int(view.optimizer.iterations.value) == 4  # three elements: two updates in each epoch
+        weights.append(view.get_weights())
+    for have, want in zip(*weights):
+        np.testing.assert_allclose(have, want, rtol=1e-5)
+
+
+def test_what_is_given_beside_a_distributed_dataset_is_refused():
+    view, strategy = model()
+    data = strategy.distribute_dataset((X, Y), batch_size=4)
+    for name, options in (("y", {"y": Y}), ("sample_weight", {"sample_weight": np.ones(12)})):
+        with pytest.raises(ArgumentError, match=f"^{name} was given beside a distributed dataset"):
+            view.fit(data, verbose=0, **options)
+        with pytest.raises(ArgumentError, match=f"^{name} was given beside a distributed dataset"):
+            view.evaluate(data, verbose=0, **options)
+
+
+class Graph(keras.Model):
+    """Rows, and nodes that are no rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = keras.layers.Dense(1)
+
+    def call(self, x):
+        return self.layer(x["rows"]) * keras.ops.mean(x["nodes"])
+
+
+@pytest.mark.parametrize("nodes", [4, 12, 10])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_arrays_that_differ_in_length_are_not_cut(nodes, steps):
+    found = []
+    for view in (False, True):
+        keras.utils.set_random_seed(0)
+        m = Graph()
+        m = px.keras.replicate(m, px.Mirrored(jax.devices()[:4])) if view else m
+        m.compile("sgd", "mse", steps_per_execution=steps)
+        ones = rng.permuted(np.arange(nodes, dtype=np.float32))[:, None]
+        batches = [({"rows": X[:8], "nodes": ones}, Y[:8, None].astype(np.float32))] * 4
+        history = m.fit((batch for batch in batches), steps_per_epoch=4, shuffle=False, verbose=0).history["loss"]
+        found.append([*history, *m.predict(((x,) for x, _ in batches[:2]), steps=2, verbose=0).ravel()])
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-5, atol=1e-6)
+
+
 def test_a_dataset_of_another_strategy_is_refused():
     view, _ = model()
     other = px.Mirrored(jax.devices()[:2]).distribute_dataset((X, Y), batch_size=4)

@@ -11,6 +11,7 @@ import pytest
 import phalanx as px
 import phalanx.keras
 from phalanx.errors import ArgumentError
+from phalanx.keras.steps import Fitting
 
 import keras  # isort: skip
 
@@ -236,7 +237,7 @@ def test_an_error_in_validation_leaves_the_weights_of_training():
     view = replicated(keras.optimizers.SGD(0.1, use_ema=True))
     fit(view, epochs=1)
     steps = view._steps
-    steps.averages = phalanx.keras._keras.averages(view.optimizer)
+    steps.fitting = Fitting(averages=phalanx.keras._keras.averages(view.optimizer))
     view.set_weights([2 * w for w in view.get_weights()])
     before = view.get_weights()
     with pytest.raises(RuntimeError, match="power failure"), steps.averaged_weights():

@@ -110,6 +110,15 @@ def settings(model: Any) -> Any:
     return getattr(model, "_compile_config", None)
 
 
+def parts_of_optimizer(model: Any) -> list[Any]:
+    """A model's optimizer with what it takes its steps from: its variables, and its learning rate or schedule."""
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is None:
+        return []
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    return [optimizer, inner, inner._learning_rate, *optimizer.variables]
+
+
 def averages(optimizer: Any) -> Callable[[], Any]:
     """Gives pairs of weights and their moving averages in an optimizer with ``use_ema=True``, once it is built."""
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)

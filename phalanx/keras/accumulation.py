@@ -20,6 +20,12 @@ class Accumulator:
         self._sums: dict[tuple[int, Variable], Variable] = {}
         self._rows: dict[int, Variable] = {}
 
+    def start_anew(self) -> None:
+        """Forget the sums that an update left which was not finished."""
+        if any(float(rows) for rows in self._rows.values()):
+            for variable in (*self._sums.values(), *self._rows.values()):
+                variable.assign(jnp.zeros(variable.shape, variable.dtype))
+
     def gradients(self, optimizer: Any, grads: list[Any], variables: Any, rows: int, is_last: bool) -> list[Any] | None:
         """The mean gradients over the rows of all batches; None while more batches follow."""
         total = self._rows_of(optimizer).value + rows

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -70,6 +72,15 @@ class DatasetPosition(Position):
     def __init__(self, dataset: DistributedDataset, whole_passes: bool) -> None:
         self._dataset = dataset
         self._whole_passes = whole_passes
+        self._begun: dict[str, Any] | None = None
+        """Where the run begins whose elements are being drawn."""
+
+    def draw(self, elements: Iterator[Any], n: int, is_first: bool) -> list[Any]:
+        """The elements of one run; if the wait for them is ended, none of them counts as used."""
+        self._begun = self._dataset.state_after_pass() if is_first else self._dataset.state_dict()
+        several = list(islice(elements, n))
+        self._begun = None
+        return several
 
     def check_resumable(self) -> None:
         length = length_of(self._dataset)
@@ -80,6 +91,8 @@ class DatasetPosition(Position):
             )
 
     def state_dict(self) -> dict[str, Any]:
+        if self._begun is not None:
+            return self._begun
         at_end = self._whole_passes and not self.in_pass
         return self._dataset.state_after_pass() if at_end else self._dataset.state_dict()
 
@@ -87,62 +100,94 @@ class DatasetPosition(Position):
         self._dataset.load_state_dict(state)
 
 
-class Feed(_keras.DataAdapter):  # type: ignore[misc]
+class Runs(_keras.DataAdapter):  # type: ignore[misc]
+    """Batches on the replicas, grouped as Keras's loops take them: those of one run at a time.
+
+    Args:
+        strategy: whose replicas.
+        divisible: whether what comes out is of single rows (predictions), so that batches may be cut.
+        steps: updates in one run.
+        accumulate: batches for one update.
+    """
+
+    def __init__(self, strategy: Strategy, divisible: bool = False, steps: int = 1, accumulate: int = 1) -> None:
+        self._strategy = strategy
+        self._divisible = divisible
+        self._accumulate = accumulate
+        self.batches_per_run = steps * accumulate
+        """Of the source."""
+        self.skip = 0
+        """Runs of the next pass that were done before the program stopped."""
+        self.position: Any = Position()
+
+    @property
+    def source_batches(self) -> int | None:
+        """Batches of the source in one pass, if known."""
+        raise NotImplementedError
+
+    def get_jax_iterator(self) -> Iterator[Parts]:
+        """The batches of one pass, for Keras's loops: what each run of the replicas takes."""
+        raise NotImplementedError
+
+    def get_numpy_iterator(self) -> Iterator[Parts]:
+        """The same: Keras's loops ask for one or the other."""
+        return self.get_jax_iterator()
+
+    @property
+    def num_batches(self) -> int | None:
+        """Updates in one pass, if known."""
+        return None if self.source_batches is None else -(-self.source_batches // self._accumulate)
+
+    def _skipped(self) -> int:
+        skipped, self.skip = self.skip, 0
+        return skipped
+
+    def _parts(self, several: list[Any], together: Callable[[], Batch | None], apart: Callable[[Any], Parts]) -> Parts:
+        """Of one run: one for all its batches where that can be, else of each its own."""
+        separate = self._divisible or self._accumulate > 1 or len(several) == 1
+        if not separate and (one := together()) is not None:
+            return (one,)
+        parts = sum(map(apart, several), ())
+        if self._accumulate == 1:
+            return parts
+        lasts = [(i + 1) % self._accumulate == 0 or i + 1 == len(parts) for i in range(len(parts))]
+        return tuple(replace(p, accumulate="apply" if is_last else "add") for p, is_last in zip(parts, lasts))
+
+
+class Feed(Runs):
     """What an adapter of Keras's gives, as batches on the replicas.
 
     Rows that do not divide are computed by every replica and counted once. Where a batch may be cut
     (`divisible`: predictions, but no losses, whose mean is over the batch), only the few rows left over are.
     """
 
-    def __init__(self, adapter: Any, strategy: Strategy, divisible: bool, steps: int, accumulate: int = 1) -> None:
+    def __init__(self, adapter: Any, strategy: Strategy, **runs: Any) -> None:
+        super().__init__(strategy, **runs)
         self._adapter = adapter
-        self._strategy = strategy
-        self._divisible = divisible
-        self._steps = steps
-        """Batches for one run, where their shapes allow it."""
-        self._accumulate = accumulate
-        """Batches for one update of the weights."""
-        self.skip = 0
-        """Runs of the next pass that were done before the program stopped."""
-        self.position = Position()
 
     def first(self) -> Any:
         """A batch on the host, for its shapes."""
         return next(iter(self._adapter.get_numpy_iterator()), None)
 
     def get_jax_iterator(self) -> Iterator[Parts]:
-        """The batches of one pass, for Keras's loops: what each run of the replicas takes."""
+        """The batches of one pass."""
 
         def batches(stopped: Callable[[], bool]) -> Iterator[list[Any]]:
             counted = self._adapter.num_batches is not None
             several = alike(iter(self._adapter.get_numpy_iterator()), self._strategy, counted, stopped)
             runs = iter(lambda: list(islice(several, self.batches_per_run)), [])
-            skipped, self.skip = self.skip, 0
-            yield from ([] for _ in islice(runs, skipped))  # drawn, as they were then, and not used
+            yield from ([] for _ in islice(runs, self._skipped()))  # drawn, as they were then, and not used
             yield from runs
 
         def send(several: list[Any]) -> tuple[Parts, list[Any]]:
-            if not several:
-                return (), []
-            separate = self._divisible or len(several) == 1 or self._accumulate > 1
-            together = None if separate else _stacked(several, self._strategy)
-            parts = together or sum((distribute(b, self._strategy, self._divisible) for b in several), ())
-            if self._accumulate > 1:
-                parts = tuple(self._accumulated(part, i, len(parts)) for i, part in enumerate(parts))
+            parts = self._parts(
+                several,
+                lambda: _stacked(several, self._strategy),
+                lambda batch: distribute(batch, self._strategy, self._divisible),
+            )
             return parts, jax.tree.leaves(parts)
 
         return ahead(batches, send, _AHEAD.get(self._strategy.platform, 2))
-
-    get_numpy_iterator = get_jax_iterator
-
-    def _accumulated(self, part: Batch, i: int, of: int) -> Batch:
-        is_last = (i + 1) % self._accumulate == 0 or i + 1 == of
-        return replace(part, accumulate="apply" if is_last else "add")
-
-    @property
-    def batches_per_run(self) -> int:
-        """Of the adapter."""
-        return self._steps * self._accumulate
 
     def on_epoch_begin(self) -> None:
         """Keras's loops say so."""
@@ -153,10 +198,9 @@ class Feed(_keras.DataAdapter):  # type: ignore[misc]
         self._adapter.on_epoch_end()
 
     @property
-    def num_batches(self) -> int | None:
-        """In one pass, if known."""
-        count = self._adapter.num_batches
-        return None if count is None else -(-count // self._accumulate)
+    def source_batches(self) -> int | None:
+        """Those of the adapter."""
+        return self._adapter.num_batches  # type: ignore[no-any-return]
 
     @property
     def batch_size(self) -> int | None:
@@ -174,11 +218,10 @@ class Feed(_keras.DataAdapter):  # type: ignore[misc]
         return self._adapter.partial_batch_size  # type: ignore[no-any-return]
 
 
-class DatasetFeed(_keras.DataAdapter):  # type: ignore[misc]
+class DatasetFeed(Runs):
     """A distributed dataset of ours, whose elements are on the replicas already."""
 
     batch_size = has_partial_batch = partial_batch_size = None
-    batches_per_run = 1
 
     def __init__(
         self,
@@ -186,10 +229,13 @@ class DatasetFeed(_keras.DataAdapter):  # type: ignore[misc]
         strategy: Strategy,
         class_weight: dict[int, float] | None,
         steps_per_epoch: int | None = None,
+        **runs: Any,
     ) -> None:
+        super().__init__(strategy, **runs)
         if dataset.strategy is not strategy:
             raise StrategyError(
-                f"The dataset was distributed by {dataset.strategy!r}, and the model is on {strategy!r}."
+                f"The dataset was distributed by {dataset.strategy!r}, and the model is on another {strategy!r}. Make one"
+                " strategy, and use it for both (model.strategy is that of a replicated model)."
             )
         if dataset.pads:
             raise ArgumentError(
@@ -199,11 +245,10 @@ class DatasetFeed(_keras.DataAdapter):  # type: ignore[misc]
         if class_weight is not None and not _are_class_weights(class_weight):
             raise ArgumentError(f"class_weight must be a dict from class numbers to weights, got {class_weight!r:.80}.")
         self._dataset = dataset
-        self._strategy = strategy
         self._class_weight = class_weight
-        self.skip = 0
-        """Elements of the next pass that were used before the program stopped; the dataset stands behind them."""
-        self.position = DatasetPosition(dataset, whole_passes=steps_per_epoch in (None, self.num_batches))
+        self.position: DatasetPosition = DatasetPosition(
+            dataset, whole_passes=steps_per_epoch in (None, self.num_batches)
+        )
 
     def first(self) -> Any:
         """An element, for its shapes."""
@@ -211,12 +256,21 @@ class DatasetFeed(_keras.DataAdapter):  # type: ignore[misc]
 
     def get_jax_iterator(self) -> Iterator[Parts]:
         """The elements of one pass, which begins with the first: Keras makes iterators that it does not use."""
-        skipped, self.skip = self.skip, 0
-        yield from [()] * skipped
-        for element in self._dataset:
-            yield (Batch(self._weighted(element)),)
+        yield from [()] * self._skipped()  # behind which the dataset stands
+        elements, n = map(self._weighted, self._dataset), self.batches_per_run
+        for number in itertools.count():
+            several = self.position.draw(elements, n, is_first=number == 0)
+            if not several:
+                return
+            yield self._parts(several, functools.partial(self._joined, several), lambda element: (Batch(element),))
 
-    get_numpy_iterator = get_jax_iterator
+    def _joined(self, elements: list[Any]) -> Batch | None:
+        """Elements of one shape, for one run; None for others."""
+        structures = {jax.tree.structure(element) for element in elements}
+        shapes = {tuple(leaf.shape for leaf in jax.tree.leaves(element)) for element in elements}
+        if len(structures) > 1 or len(shapes) > 1:
+            return None
+        return Batch(self._strategy.run(_stack, args=elements), steps=len(elements))
 
     def _weighted(self, element: Any) -> Any:
         if self._class_weight is None:
@@ -229,9 +283,13 @@ class DatasetFeed(_keras.DataAdapter):  # type: ignore[misc]
         return x, y, self._strategy.run(_weights_of_rows, args=(y, table))
 
     @property
-    def num_batches(self) -> int | None:
-        """In one pass, if known."""
+    def source_batches(self) -> int | None:
+        """Elements of the dataset."""
         return length_of(self._dataset)
+
+
+def _stack(*elements: Any) -> Any:
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *elements)
 
 
 def _are_class_weights(given: Any) -> bool:
@@ -245,11 +303,16 @@ def _weights_of_rows(y: Any, table: Any) -> Any:
 
 
 def distribute(batch: Any, strategy: Strategy, divisible: bool) -> Parts:
-    """A host batch on the replicas: in one part, or two where it may be cut."""
+    """A host batch on the replicas: in one part, or two where it may be cut.
+
+    Arrays of different length have more in them than rows (nodes and edges of a graph): nothing of it is split.
+    """
     arrays = Arrays.of(batch, "the batch")
-    rows = min((leaf.shape[0] for leaf in arrays.leaves if leaf.ndim), default=0)
-    n = strategy.num_replicas
+    lengths = _lengths(arrays)
+    rows, n = min(lengths, default=0), strategy.num_replicas
     whole = rows - rows % n
+    if len(lengths) > 1:
+        return (_repeated(arrays, strategy, slice(None)),)
     if whole == rows:
         return (_split(arrays, strategy, slice(None)),)
     if not divisible or whole == 0:
@@ -257,12 +320,18 @@ def distribute(batch: Any, strategy: Strategy, divisible: bool) -> Parts:
     return _split(arrays, strategy, slice(whole)), _repeated(arrays, strategy, slice(whole, None))
 
 
-def _stacked(batches: list[Any], strategy: Strategy) -> Parts | None:
+def _lengths(arrays: Arrays) -> set[int]:
+    return {leaf.shape[0] for leaf in arrays.leaves if leaf.ndim}
+
+
+def _stacked(batches: list[Any], strategy: Strategy) -> Batch | None:
     """Batches of one shape, which divide, for one run; None for others."""
     several = [Arrays.of(batch, "the batch") for batch in batches]
     shapes = [(arrays.structure, [leaf.shape for leaf in arrays.leaves]) for arrays in several]
     n, leaves = strategy.num_replicas, several[0].leaves
-    if any(shape != shapes[0] for shape in shapes) or any(not leaf.ndim or leaf.shape[0] % n for leaf in leaves):
+    if any(shape != shapes[0] for shape in shapes) or len(_lengths(several[0])) > 1:
+        return None
+    if any(not leaf.ndim or leaf.shape[0] % n for leaf in leaves):
         return None
 
     def send(*rows: Any) -> Any:
@@ -271,7 +340,7 @@ def _stacked(batches: list[Any], strategy: Strategy) -> Parts | None:
         return strategy.split_rows(parts.reshape(n * len(rows), *parts.shape[2:]))
 
     sent = [send(*column) for column in zip(*(arrays.leaves for arrays in several))]
-    return (Batch(jax.tree.unflatten(several[0].structure, sent), steps=len(several)),)
+    return Batch(jax.tree.unflatten(several[0].structure, sent), steps=len(several))
 
 
 def _split(arrays: Arrays, strategy: Strategy, rows: slice) -> Batch:

@@ -107,11 +107,9 @@ def replicate(model: Any, strategy: Strategy | None = None, synchronize_batch_no
     )
     body |= {"__module__": original.__module__, "__qualname__": original.__qualname__}
     body["_steps"] = property(lambda self: steps)
-    bases: tuple[type, ...] = (original,)
     if not issubclass(original, Loops):
-        bases = (Loops, StatefulSteps, original)
-        body |= _own_steps(original)
-    view: Any = object.__new__(type(original.__name__, bases, body))
+        _check_steps(original)
+    view: Any = object.__new__(_with_loops(original, body))
     object.__setattr__(view, "__dict__", model.__dict__)  # not as Keras does it, which would track a copy
     return view
 
@@ -128,14 +126,30 @@ def _of(model: Any, name: str) -> Callable[..., Any]:
     return functools.wraps(getattr(model, name))(method)
 
 
-def _own_steps(original: type) -> dict[str, Any]:
-    """The steps that a user's class defines itself, written with variables and a tape."""
-    names = ("train_step", "test_step", "predict_step")
-    own = {name: getattr(original, name) for name in names if getattr(original, name) is not getattr(keras.Model, name)}
-    for name, step in own.items():
-        if "state" in inspect.signature(step).parameters:
+def _with_loops(original: type, body: dict[str, Any]) -> type:
+    """A subclass whose loops and steps stand between what users define and what Keras does.
+
+    So a user's ``fit`` or ``train_step`` is called as in Keras, and its ``super()`` is ours.
+    """
+    if issubclass(original, Loops):
+        return type(original.__name__, (original,), body)
+    ours = [Loops, StatefulSteps]
+
+    class InOrder(type(original)):  # type: ignore[misc]
+        def mro(cls) -> list[type]:
+            view, *others = (c for c in super().mro() if c not in ours)
+            of_keras = [c.__module__.partition(".")[0] == "keras" for c in others].index(True)
+            return [view, *others[:of_keras], *ours, *others[of_keras:]]
+
+    return InOrder(original.__name__, (original, *ours), body)
+
+
+def _check_steps(original: type) -> None:
+    """Steps that a user's class defines itself are written with variables and a tape."""
+    for name in ("train_step", "test_step", "predict_step"):
+        step = getattr(original, name)
+        if step is not getattr(keras.Model, name) and "state" in inspect.signature(step).parameters:
             raise ArgumentTypeError(
                 f"{original.__name__}.{name} is written for JAX, with the state as an argument and a result. replicate"
                 f" takes {name}(self, data), which uses variables and a px.GradientTape."
             )
-    return own

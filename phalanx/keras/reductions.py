@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from phalanx import _jax, control_flow, state
 from phalanx.distribute.collectives import ReduceOp, all_reduce
 from phalanx.distribute.values import is_per_replica
-from phalanx.errors import ArgumentError
+from phalanx.errors import ArgumentError, StrategyError
 from phalanx.keras import _keras
 from phalanx.keras._keras import keras
 from phalanx.keras.law import law, replicas_with_rows_of_their_own
@@ -44,6 +44,7 @@ def _apply(original: Callable[..., Any]) -> Callable[..., Any]:
                 return None
             grads = total
         known = getattr(optimizer, "_trainable_variables", ()) if trainable_variables is None else trainable_variables
+        _check_scales(grads, known)
         guard = law().guard
         if guard is not None and grads:
             return guard(optimizer, grads, known)
@@ -71,6 +72,16 @@ def _check_scaled(optimizer: Any) -> None:
             f"{type(optimizer).__name__}.apply divides the gradients by the loss scale, and no loss was scaled: the"
             " updates would be far too small. In the tape write `scaled = optimizer.scale_loss(loss)`, and take"
             " `tape.gradient(scaled, variables)`."
+        )
+
+
+def _check_scales(grads: list[Any], variables: Any) -> None:
+    """Float8 layers hand the scales of their numbers on as "gradients", each replica those of its own rows."""
+    scales = [v for g, v in zip(grads, variables) if getattr(v, "overwrite_with_gradient", False) and _differs(g)]
+    if scales and state.context().strategy.num_replicas > 1:
+        raise StrategyError(
+            f"Layers quantized to float8 cannot train on several replicas: {scales[0].path} would be the scale of one"
+            " replica's rows. Train on one device, or in mixed_bfloat16."
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -28,21 +29,40 @@ logger = logging.getLogger("phalanx")
 Logs = dict[str, Any]
 
 
+@dataclass(frozen=True)
+class Fitting:
+    """What one call of `fit` asks of the steps that run in it."""
+
+    guard: NonFiniteGuard | None = None
+    """What keeps steps that are not finite out."""
+    averages: Callable[[], Iterable[tuple[Any, Any]]] | None = None
+    """Gives pairs of weights and their averages, when validation is to see these."""
+    resuming: bool = False
+    """Whether a request to stop ends the wait for a batch."""
+
+
 class Steps:
     """One training, test and prediction step for each setting that is compiled into it."""
 
     def __init__(self, strategy: Strategy, synchronize_batch_norm: bool = False) -> None:
         self.strategy = strategy
+        self.fitting = Fitting()
         self._synchronize_batch_norm = synchronize_batch_norm
         self._accumulator = Accumulator()
         self._functions: dict[Any, Function[..., Any]] = {}
-        self.averages: Callable[[], Iterable[tuple[Any, Any]]] | None = None
-        """Gives pairs of weights and their averages, when evaluation is to see these."""
-        self.guard: NonFiniteGuard | None = None
-        """What keeps steps that are not finite out of `fit`."""
-        self.resuming = False
-        """Whether a request to stop ends the wait for a batch."""
+        self._structures: dict[Any, Structure] = {}
+        """What each function saw of the model when it was first traced."""
         self._settings: Any = None
+
+    @contextmanager
+    def fit(self, fitting: Fitting) -> Iterator[None]:
+        """The block is a `fit`, which may be in a callback of another."""
+        self._accumulator.start_anew()
+        before, self.fitting = self.fitting, fitting
+        try:
+            yield
+        finally:
+            self.fitting = before
 
     def _compiled(self, model: Any, kind: str, step: Callable[[Batch], Any]) -> Callable[[Batch], Any]:
         if model.run_eagerly:
@@ -52,17 +72,27 @@ class Steps:
     def _function(self, model: Any, kind: str, step: Callable[[Batch], Any]) -> Function[..., Any]:
         if _keras.settings(model) is not self._settings:  # through whichever view of the model it was compiled
             self._functions.clear()
+            self._structures.clear()
             self._settings = _keras.settings(model)
-        # What Keras reads from the layers while a step is traced, and lets users change between fits.
-        key = (kind, self.guard, *(layer.trainable for layer in model._flatten_layers()))
+        key = kind, self.fitting.guard
+        if key in self._structures and self._structures[key] != Structure(model):
+            del self._functions[key], self._structures[key]
         if key not in self._functions:
-            self._functions[key] = function(step)
+
+            def noting(batch: Batch) -> Any:
+                result = step(batch)  # which may have built the model
+                self._structures.setdefault(key, Structure(model))
+                return result
+
+            noting.__name__ = noting.__qualname__ = kind
+            self._functions[key] = function(noting)
         return self._functions[key]
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
         """Weights hold their averages in the block, if that is asked for, and are as before after it."""
-        pairs = [] if self.averages is None else list(self.averages())
+        averages = self.fitting.averages
+        pairs = [] if averages is None else list(averages())
         weights = [(weight, weight.value) for weight, _ in pairs]
         try:
             for weight, average in pairs:
@@ -90,8 +120,8 @@ class Steps:
 
     def _counted(self, model: Any, kind: str) -> Callable[[Batch], Logs]:
         step = getattr(model, kind)
-        if self.guard is not None and kind == "train_step":
-            step = guarded(self.guard, model, step)
+        if self.fitting.guard is not None and kind == "train_step":
+            step = guarded(self.fitting.guard, model, step)
 
         def on_replicas(batch: Batch) -> Logs:
             loss_is_metric = False
@@ -109,7 +139,6 @@ class Steps:
             results = _results([m for m in model.metrics if loss_is_metric or m is not model._loss_tracker])
             return {name: results[name] if name in results else self._merged(v) for name, v in logs.items()}
 
-        on_replicas.__name__ = on_replicas.__qualname__ = kind
         return on_replicas
 
     def _law(self, batch: Batch, data: Any) -> Law:
@@ -151,7 +180,7 @@ class Steps:
                 return np.asarray(self.strategy.gather(value))
             shards = self.strategy.local_results(value) if is_per_replica(value) else (value,) * n
             arrays = [np.asarray(shard) for shard in (shards if part.is_split else shards[:1])]
-            if arrays[0].ndim == 0 or len(arrays[0]) != expected_rows:
+            if arrays[0].ndim == 0 or (part.is_split and len(arrays[0]) != expected_rows):
                 raise ArgumentError(
                     f"predict: output{jax.tree_util.keystr(path)} has shape {arrays[0].shape} for {expected_rows} rows: there"
                     " is one output for each row. Compute what concerns the whole batch afterwards, from the predictions."
@@ -159,6 +188,24 @@ class Steps:
             return np.concatenate(arrays)
 
         return jax.tree_util.tree_map_with_path(rows, outputs, is_leaf=is_per_replica)
+
+
+class Structure:
+    """What Keras reads of a model while a step is traced, and lets users change between two calls.
+
+    Layers may come and go, be frozen, quantized or given LoRA weights; the optimizer and its schedule may be replaced.
+    """
+
+    def __init__(self, model: Any) -> None:
+        layers, variables = model._flatten_layers(), model.variables
+        self._parts = [*layers, *variables, *_keras.parts_of_optimizer(model)]
+        """Kept, so that no other object gets the identity of one of them."""
+        self._seen = [*map(id, self._parts)], [part.trainable for part in (*layers, *variables)]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Structure) and self._seen == other._seen
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 def _repeated(step: Callable[[Any], Logs | None], data: Any, steps: int | None) -> Logs:

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 
 from phalanx._checks import check_choice, check_int
 from phalanx.abstract import abstract
@@ -27,8 +28,8 @@ from phalanx.keras.feed import Batch, DatasetFeed, Feed, Parts, distribute
 from phalanx.keras.law import metrics_read_merged
 from phalanx.keras.once import for_this_process, write_once, writer_of
 from phalanx.keras.resume import Resume
-from phalanx.keras.steps import Logs, Steps
-from phalanx.keras.variables import counterpart
+from phalanx.keras.steps import Fitting, Logs, Steps
+from phalanx.keras.variables import counterpart, strategy_of
 from phalanx.preflight.api import own_target, report_on, settings
 from phalanx.preflight.compiler import Effort
 from phalanx.preflight.program import VariableStep
@@ -47,6 +48,11 @@ class StatefulSteps:
         with GradientTape() as tape:
             y_pred = self(x, training=True) if self._call_has_training_arg else self(x)
             loss = self._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
+            if jnp.ndim(loss):
+                raise ArgumentError(
+                    f"Model {self.name!r}: its loss has shape {jnp.shape(loss)}, and only one number can be minimised. Give the"
+                    " loss a reduction, such as 'sum_over_batch_size' (the default), in place of None."
+                )
             self._loss_tracker.update_state(loss, sample_weight=_rows(x))
             scaled = self.optimizer.scale_loss(loss)
         weights = self.trainable_weights
@@ -138,17 +144,22 @@ class Loops:
         given["callbacks"] = [*callbacks, *filter(None, [resuming])]
         steps = given["steps_per_epoch"] or given["x"].num_batches
         given["callbacks"] = self._callbacks(given, steps, epochs=given["epochs"], add_history=True)
-        self._steps.guard = given["callbacks"].guard
-        self._steps.averages = _keras.averages(self.optimizer) if validate_with == "ema" else None
-        self._steps.resuming = resuming is not None
+        fitting = Fitting(
+            guard=given["callbacks"].guard,
+            averages=_keras.averages(self.optimizer) if validate_with == "ema" else None,
+            resuming=resuming is not None,
+        )
         try:
-            with preemption.listening() if resuming else contextlib.nullcontext(), self._on_the_strategy():
+            with (
+                preemption.listening() if resuming else nullcontext(),
+                self._steps.fit(fitting),
+                self._on_the_strategy(),
+            ):
                 return super().fit(**given)  # type: ignore[misc]
         except Preempted:
             assert resuming is not None
             resuming.leave()
         finally:
-            self._steps.averages, self._steps.resuming, self._steps.guard = None, False, None
             if resuming is not None:
                 resuming.close()
 
@@ -303,8 +314,10 @@ class Loops:
     ) -> Any:
         if isinstance(x, (Feed, DatasetFeed)):
             return x
+        runs = {"divisible": divisible, "steps": self.steps_per_execution, "accumulate": accumulate}
         if isinstance(x, DistributedDataset):
-            return DatasetFeed(x, self.strategy, class_weight, steps)
+            _check_alone(y=y, sample_weight=sample_weight)
+            return DatasetFeed(x, self.strategy, class_weight, steps, **runs)
         adapter = _keras.data_adapters.get_data_adapter(
             x=x,
             y=y,
@@ -316,11 +329,12 @@ class Loops:
         )
         if adapter.num_batches == 0:
             raise ArgumentError(f"Model {self.name!r}: the data is empty; at least one row is needed.")
-        return Feed(adapter, self.strategy, divisible, self.steps_per_execution, accumulate)
+        return Feed(adapter, self.strategy, **runs)
 
     @contextlib.contextmanager
     def _on_the_strategy(self: Any) -> Iterator[None]:
         _check_layers(self)
+        _check_owner(self)
         # The model that this is a view of keeps its own functions, which work on other state.
         names = ("train_function", "test_function", "predict_function")
         before = {name: self.__dict__.get(name) for name in names}
@@ -345,7 +359,7 @@ class Loops:
         self.predict_function = self._stepper(self._steps.predicting(self))
 
     def _next_of(self, iterator: Iterator[Any]) -> Any:
-        if not self._steps.resuming:
+        if not self._steps.fitting.resuming:
             return next(iterator)
         for parts in preemption.next_of(iterator):
             return parts
@@ -408,6 +422,28 @@ def _check_layers(model: Any) -> None:
             raise StrategyError(
                 f"Layer {layer.name!r} ({type(layer).__name__}) cannot be compiled, so that it runs on no replica. Apply it"
                 " to the data beforehand, on the host."
+            )
+
+
+def _check_owner(model: Any) -> None:
+    optimizer = getattr(model, "optimizer", None)
+    variables = (*model.variables, *model.metrics_variables, *(() if optimizer is None else optimizer.variables))
+    owners = {owner for v in variables if (owner := strategy_of(v)) is not None}
+    if owners - {model.strategy}:
+        other = (owners - {model.strategy}).pop()
+        raise StrategyError(
+            f"Model {model.name!r} has trained on another {other!r}, where its variables are now, and not on this view's"
+            f" {model.strategy!r}. Make one strategy, and replicate the model on it each time; to move to other devices make a"
+            " new model (keras.models.clone_model) and set_weights."
+        )
+
+
+def _check_alone(**given: Any) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise ArgumentError(
+                f"{name} was given beside a distributed dataset, whose elements hold it: (x, y) or (x, y, sample_weight)."
+                f" Distribute both together: strategy.distribute_dataset((x, y), ...)."
             )
 
 

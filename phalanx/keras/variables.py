@@ -132,6 +132,12 @@ def counterpart(variable: Any) -> KerasVariable:
     return known
 
 
+def strategy_of(variable: Any) -> Any:
+    """The strategy that a Keras variable belongs to, if it does."""
+    known = variable.__dict__.get(_COUNTERPART)
+    return None if known is None else known.strategy
+
+
 def assignments(variable: Any) -> int:
     """How often code has assigned a Keras variable that takes part."""
     known = variable.__dict__.get(_COUNTERPART)
