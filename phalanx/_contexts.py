@@ -83,8 +83,9 @@ class CrossReplica(Context):
             if variable.aggregation == "sum" and variable.strategy is not None:
                 raise AggregationRequiredError(
                     f"{variable.label} has aggregation 'sum' and one component per replica: adding to it in"
-                    " cross-replica context could mean once or once per replica. Assign the total with"
-                    f" `assign(v.value + x)`, or update it in a replica (strategy.run). At {_jax.user_line()}."
+                    " cross-replica context could mean once or once per replica. Update it in a replica (strategy.run); or make"
+                    " it, or the metric that it belongs to, outside the strategy's scope; or assign the total with"
+                    f" `assign(v.value + x)`. At {_jax.user_line()}."
                 )
             value = apply_op(op, self.read(variable, frame), value)
         frame.store(variable, self.spread(variable, value))

@@ -25,6 +25,7 @@ from phalanx._jax.jaxprs import split_scan as split_scan
 from phalanx._jax.jaxprs import zero_outputs as zero_outputs
 from phalanx._jax.lines import line_of as line_of
 from phalanx._jax.lines import line_of_error as line_of_error
+from phalanx._jax.lines import pass_over as pass_over
 from phalanx._jax.lines import scope_of as scope_of
 from phalanx._jax.lines import short_path as short_path
 from phalanx._jax.lines import user_line as user_line

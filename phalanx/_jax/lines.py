@@ -1,4 +1,4 @@
-"""The user's line: the innermost that is neither ours nor JAX's nor Python's own."""
+"""The user's line: the innermost that is neither ours nor JAX's, Keras's or Python's own."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from jax.extend import source_info_util as _source_info
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _JAX = os.path.dirname(os.path.abspath(jax.__file__))
+_never_users = (_PACKAGE + os.sep, _JAX + os.sep)
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
 
 _source_info.register_exclusion(_PACKAGE)
@@ -29,7 +30,14 @@ def _is_users(filename: str) -> bool:
         return False
     path = os.path.abspath(filename)
     in_library = path.startswith(_STDLIB) and "site-packages" not in path
-    return not (in_library or path.startswith((_PACKAGE + os.sep, _JAX + os.sep)))
+    return not (in_library or path.startswith(_never_users))
+
+
+def pass_over(folder: str) -> None:
+    """Lines in this folder are not the user's: messages name the line that called what is there."""
+    global _never_users
+    _never_users += (os.path.abspath(folder) + os.sep,)
+    _is_users.cache_clear()
 
 
 def line_of(equation: Any) -> str:
@@ -61,7 +69,7 @@ def line_of_error(error: BaseException) -> str:
 
 
 def user_line() -> str:
-    """'file.py:12' of the innermost frame that is neither ours nor JAX's nor Python's own."""
+    """'file.py:12' of the innermost frame that is the user's."""
     frame = sys._getframe(1)
     while frame is not None:
         if _is_users(frame.f_code.co_filename):

@@ -1,7 +1,11 @@
-"""Makes Keras follow the rules, and checkpoints take what is Keras's; once."""
+"""Makes Keras follow the rules, checkpoints take what is Keras's, and errors name the line that called Keras; once."""
 
-from phalanx.keras import checkpointed, reductions, variables
+import os
 
+from phalanx import _jax
+from phalanx.keras import _keras, checkpointed, reductions, variables
+
+_jax.pass_over(os.path.dirname(_keras.keras.__file__))
 variables.install()
 reductions.install()
 checkpointed.install()
