@@ -17,7 +17,7 @@ from jax.extend import source_info_util as _source_info
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _JAX = os.path.dirname(os.path.abspath(jax.__file__))
-_never_users = (_PACKAGE + os.sep, _JAX + os.sep)
+_never_users: tuple[str, ...] = (_PACKAGE + os.sep, _JAX + os.sep)
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
 
 _source_info.register_exclusion(_PACKAGE)
