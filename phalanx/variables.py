@@ -41,6 +41,13 @@ Synchronization = Literal["auto", "on_write", "on_read"]
 InitialValue: TypeAlias = ArrayLike | Callable[[], ArrayLike]
 
 
+def can_merge(aggregation: str, dtype: Any) -> bool:
+    """Whether values of the dtype can be merged so: integers have no mean that is one, random keys no sum either."""
+    return not (
+        (aggregation == "mean" and not jnp.issubdtype(dtype, jnp.inexact)) or (aggregation == "sum" and is_key(dtype))
+    )
+
+
 class Variable(AsArray):
     """A value that programs read and update; under a strategy every replica holds it.
 
@@ -107,9 +114,7 @@ class Variable(AsArray):
         value = self._initial(initial_value, dtype)
         self.shape: tuple[int, ...] = tuple(value.shape)
         self.dtype: np.dtype[Any] = value.dtype
-        if (aggregation == "mean" and not jnp.issubdtype(self.dtype, jnp.inexact)) or (
-            aggregation == "sum" and is_key(value)
-        ):
+        if not can_merge(aggregation, self.dtype):
             raise ArgumentError(
                 f"{self.label}: aggregation={aggregation!r} cannot merge values of dtype {self.dtype}. Use"
                 " 'only_first_replica'" + ("." if is_key(value) else ", 'sum', or dtype='float32'.")

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import phalanx as px
-from phalanx.errors import ArgumentTypeError
+from phalanx.errors import ArgumentError, ArgumentTypeError
 
 
 def test_arrays_become_variables_named_by_their_path_and_the_rest_stays():
@@ -22,6 +22,29 @@ def test_arrays_become_variables_named_by_their_path_and_the_rest_stays():
     assert not px.variables_like(jnp.ones(2), trainable=False).trainable
     with pytest.raises(ArgumentTypeError, match="variables_like: trainable takes True or False"):
         px.variables_like(tree, trainable="yes")
+
+
+def test_statistics_merge_by_an_aggregation_and_what_it_cannot_merge_takes_the_first_replicas_value():
+    strategy = px.Mirrored(jax.devices()[:2])
+    tree = {"mean": jnp.zeros(()), "count": jnp.array(0), "key": jax.random.key(0)}
+    for synchronization in ("on_write", "on_read"):
+        with strategy.scope():
+            kept = px.variables_like(tree, trainable=False, synchronization=synchronization, aggregation="mean")
+
+        def update():
+            i = px.get_replica_context().replica_id
+            kept["mean"].assign(jnp.float32(i))
+            kept["count"].assign(jnp.int32(5 + i))
+            kept["key"].assign(jax.random.fold_in(jax.random.key(1), i))
+
+        strategy.run(update)
+        assert (float(kept["mean"]), int(kept["count"])) == (0.5, 5)
+        assert kept["key"].value == jax.random.fold_in(jax.random.key(1), 0)
+        assert kept["mean"].synchronization == synchronization
+    assert not px.variables_like(jnp.zeros(2), synchronization="on_read").trainable
+    assert px.variables_like(tree, aggregation="sum")["key"].aggregation == "only_first_replica"
+    with pytest.raises(ArgumentError, match="aggregation"):
+        px.variables_like(tree, aggregation="median")
 
 
 def equinox_model():
