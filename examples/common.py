@@ -1,16 +1,19 @@
-"""What the Keras examples share: their options, scikit-learn's digits, and pictures made of letters."""
+"""What several examples share: their options, scikit-learn's digits, and pictures made of letters."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from typing import TYPE_CHECKING
 
 import jax
-import keras
 import numpy as np
 from sklearn.datasets import load_digits
 
 import phalanx as px
+
+if TYPE_CHECKING:
+    import keras
 
 Rows = tuple[np.ndarray, np.ndarray]
 
@@ -39,6 +42,8 @@ def digits() -> tuple[Rows, Rows]:
 
 def report(text: str) -> keras.callbacks.Callback:
     """Print a line after each epoch, with the numbers of its logs."""
+    import keras
+
     return keras.callbacks.LambdaCallback(
         on_epoch_end=lambda epoch, logs: print(f"epoch {epoch + 1}: {text.format(**logs)}")
     )

@@ -1,4 +1,4 @@
-"""The examples of Keras learn, in a few steps already, and the same on one replica and on two."""
+"""The examples of Keras, Flax NNX and Equinox learn, in a few steps already, and the same on one replica and on two."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ def below(most: float) -> Callable[[float], bool]:
 LEARNT: dict[str, tuple[str, Callable[..., bool]]] = {
     "keras_fit": (f"held-out accuracy: {NUMBER}%", above(90)),
     "keras_custom_loop": (f"held-out accuracy: {NUMBER}%", above(90)),
+    "nnx": (f"held-out accuracy: {NUMBER}%", above(90)),
+    "equinox_mlp": (f"held-out accuracy: {NUMBER}%", above(85)),
     "dcgan": (rf"score: {NUMBER} \(the real digits: {NUMBER}\)", lambda drawn, real: 1.2 < drawn < real),
     "vae": (f"held-out loss: {NUMBER}", below(30)),
     "wgan_gp": (f"distance from the real digits: {NUMBER} at first, {NUMBER} now", lambda first, now: now < first / 2),
