@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from phalanx.errors import ArgumentTypeError
+
 MODULE = {
     "AggregationMethod": 'a string: aggregation="sum"',
     "ConcreteFunction": "f.get_concrete_function(...)",
@@ -16,7 +20,7 @@ MODULE = {
     "autodiff": "px.ForwardAccumulator",
     "constant": "jnp.asarray",
     "custom_gradient": "jax.custom_vjp",
-    "has_strategy": "px.get_strategy",
+    "has_strategy": "px.get_strategy() is strategy; outside every scope it is a default one, with one replica",
     "stop_gradient": "jax.lax.stop_gradient",
 }
 """Names of ``tf``, ``tf.distribute`` and ``tf.autodiff``."""
@@ -46,6 +50,32 @@ OPTIMIZER = {
     "save_own_variables": "optimizer.variables, which pickle by their values",
 }
 """Names of Keras optimizers."""
+
+
+_COMPILED = (
+    "every function is compiled by XLA (px.run_functions_eagerly(True) runs them as plain Python, for debugging)"
+)
+_NO_MEANING = "it has no meaning here"
+
+FUNCTION = {
+    "autograph": "Python code is not rewritten: write px.cond, px.while_loop and px.scan where it depends on arrays",
+    "experimental_attributes": _NO_MEANING,
+    "experimental_autograph_options": _NO_MEANING,
+    "experimental_compile": _COMPILED,
+    "experimental_follow_type_hints": _NO_MEANING,
+    "experimental_implements": _NO_MEANING,
+    "experimental_relax_shapes": "reduce_retracing=True lets numbers and arrays share a trace",
+    "jit_compile": _COMPILED,
+}
+"""Parameters of ``tf.function`` that `px.function` does not have."""
+
+
+def refuse_arguments(caller: str, given: Iterable[str], names: dict[str, str]) -> None:
+    """Raise for the first of the keyword arguments, none of which the caller knows."""
+    for name in given:
+        if name in names:
+            raise ArgumentTypeError(f"{caller} takes no {name}: {names[name]}. Leave the argument out.")
+        raise ArgumentTypeError(f"{caller} got an unexpected keyword argument {name!r}.")
 
 
 def no_such(owner: str, name: str, names: dict[str, str]) -> AttributeError:

@@ -26,6 +26,7 @@ from phalanx._launch import Compiled, Launch
 from phalanx._methods import BoundFunction
 from phalanx._packs import NO_PACKS, Packs
 from phalanx._signature import Call, Signature, identities, is_input
+from phalanx._tensorflow import FUNCTION, refuse_arguments
 from phalanx._traced import Traced, trace
 from phalanx.errors import ArgumentError, ArgumentTypeError, RetraceError, VariableCreationError
 from phalanx.variables import Variable
@@ -422,6 +423,7 @@ def function(
     static_argnames: str | Sequence[str] = (),
     input_signature: Sequence[Any] | None = None,
     reduce_retracing: bool = False,
+    **unknown: Any,
 ) -> Any:
     """Trace a Python function into a compiled program that may read and write variables.
 
@@ -437,6 +439,7 @@ def function(
             to it or refused. A symbolic size (``jax.export.symbolic_shape("rows, 3")``) stands for any (each
             size is a trace of its own).
         reduce_retracing: let Python numbers and arrays of the same dtype share a trace.
+        unknown: refused. For parameters of ``tf.function`` that have no meaning here the error says what to do.
 
     Raises (from calls):
         ArgumentTypeError: for an unhashable static argument, or arguments that miss the signature.
@@ -454,6 +457,7 @@ def function(
 
     Semantics follow ``tf.function`` (TensorFlow 2.21); see docs/differences.md.
     """
+    refuse_arguments("px.function", unknown, FUNCTION)
     check_flag(donate, "px.function: donate")
     check_flag(reduce_retracing, "px.function: reduce_retracing")
     names = (static_argnames,) if isinstance(static_argnames, str) else static_argnames

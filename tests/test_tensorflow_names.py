@@ -8,7 +8,8 @@ import optax
 import pytest
 
 import phalanx as px
-from phalanx._tensorflow import MODULE, OPTIMIZER, STRATEGY
+from phalanx._tensorflow import FUNCTION, MODULE, OPTIMIZER, STRATEGY
+from phalanx.errors import ArgumentTypeError
 
 
 @pytest.mark.parametrize("name", MODULE)
@@ -32,8 +33,17 @@ def test_a_name_of_an_optimizer_is_neither_read_nor_set(name):
     assert not hasattr(optimizer, name)
 
 
+@pytest.mark.parametrize("name", FUNCTION)
+def test_a_parameter_of_tf_function_that_has_no_meaning_here(name):
+    expected = re.escape(f"px.function takes no {name}: {FUNCTION[name]}. Leave the argument out.")
+    with pytest.raises(ArgumentTypeError, match=expected):
+        px.function(**{name: True})(lambda x: x)
+    with pytest.raises(ArgumentTypeError, match="px.function got an unexpected keyword argument 'frobnicate'"):
+        px.function(frobnicate=True)
+
+
 def test_what_is_recommended_exists():
-    text = " ".join([*MODULE.values(), *STRATEGY.values(), *OPTIMIZER.values()])
+    text = " ".join([*MODULE.values(), *STRATEGY.values(), *OPTIMIZER.values(), *FUNCTION.values()])
     for name in re.findall(r"\bpx\.(\w+)", text):
         assert hasattr(px, name)
     for name in re.findall(r"\bstrategy\.(\w+)", text):
