@@ -9,6 +9,7 @@ import pytest
 import phalanx as px
 import phalanx.keras
 from phalanx.errors import ArgumentError, StrategyError
+from phalanx.keras.feed import DatasetFeed
 
 import keras  # isort: skip
 
@@ -178,3 +179,23 @@ def test_each_compilation_is_logged_with_its_shapes_and_time(caplog):
     assert [line.split(": compiled in ")[0] for line in said] == ["train_step", "train_step", "test_step"]
     assert "arguments of shape (4, 2, 3), (4, 2)" in said[0] and "(4, 1, 3)" in said[1]
     view.sync_to_host()
+
+
+def test_elements_of_a_run_that_were_drawn_do_not_count_before_all_are_there():
+    """So that a program that is asked to stop while it waits for the others trains on them when it goes on."""
+    strategy = px.Mirrored(jax.devices()[:4])
+
+    def batches():
+        for i in range(4):
+            if i == 3:
+                raise RuntimeError("asked to stop")
+            yield X[:4]
+
+    feed = DatasetFeed(strategy.distribute_dataset(batches, prefetch=0), strategy, None, steps=2)
+    assert feed.position.state_dict()["element"] == 0
+    runs, feed.position.in_pass = feed.get_jax_iterator(), True
+    next(runs)
+    assert feed.position.state_dict()["element"] == 2
+    with pytest.raises(RuntimeError, match="asked to stop"):
+        next(runs)
+    assert feed.position.state_dict()["element"] == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -100,7 +101,7 @@ class DatasetPosition(Position):
         self._dataset.load_state_dict(state)
 
 
-class Runs(_keras.DataAdapter):  # type: ignore[misc]
+class Runs(_keras.DataAdapter, ABC):  # type: ignore[misc]
     """Batches on the replicas, grouped as Keras's loops take them: those of one run at a time.
 
     Args:
@@ -121,13 +122,13 @@ class Runs(_keras.DataAdapter):  # type: ignore[misc]
         self.position: Any = Position()
 
     @property
+    @abstractmethod
     def source_batches(self) -> int | None:
         """Batches of the source in one pass, if known."""
-        raise NotImplementedError
 
+    @abstractmethod
     def get_jax_iterator(self) -> Iterator[Parts]:
         """The batches of one pass, for Keras's loops: what each run of the replicas takes."""
-        raise NotImplementedError
 
     def get_numpy_iterator(self) -> Iterator[Parts]:
         """The same: Keras's loops ask for one or the other."""
