@@ -267,6 +267,7 @@ def test_without_a_topology_the_strategys_own_devices_are_meant(model):
     assert px.preflight(model.step, *SHAPES).topology == "cpu:8"
 
 
+@needs_libtpu
 def test_a_batch_that_does_not_divide_is_refused(model):
     for rows, nearest in [(1000, "The nearest that do: 992 and 1008."), (3, "The nearest that do: 16.")]:
         text = f"{rows} rows does not divide by the 16 replicas of v5e:4x4. {nearest}"
