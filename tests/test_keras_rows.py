@@ -150,7 +150,7 @@ def test_views_of_views_and_of_own_models_run_where_they_say():
     for view in (twice, own):
         view.compile("sgd", "mse")
         view.fit(X, Y, batch_size=BATCH, verbose=0)
-    with pytest.raises(StrategyError, match="under another Mirrored.*make one strategy"):
+    with pytest.raises(StrategyError, match="has trained on another Mirrored.*Make one strategy"):
         other = px.keras.replicate(own, t)
         other.fit(X, Y, verbose=0)
     default = linear()

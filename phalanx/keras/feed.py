@@ -145,7 +145,7 @@ class Runs(_keras.DataAdapter, ABC):  # type: ignore[misc]
 
     def _parts(self, several: list[Any], together: Callable[[], Batch | None], apart: Callable[[Any], Parts]) -> Parts:
         """Of one run: one for all its batches where that can be, else of each its own."""
-        separate = self._divisible or self._accumulate > 1 or len(several) == 1
+        separate = self._divisible or self._accumulate > 1 or len(several) < 2
         if not separate and (one := together()) is not None:
             return (one,)
         parts = sum(map(apart, several), ())
