@@ -69,9 +69,13 @@ def run(step: Callable[[Any], Any], batches: Iterator[Any], count: int, *, wait:
             got = time.perf_counter()
             out = step(batch)
             returned = time.perf_counter()
+            if wait:
+                jax.block_until_ready(out)
+            done = time.perf_counter()
             # The variables that it updates count as what it returns does. Looking for them takes time of its own,
             # which is not the step's where nothing was left to wait for.
-            done = time.perf_counter() if wait and _jax.wait_for_all() else returned
+            if wait and _jax.wait_for_all():
+                done = time.perf_counter()
             made.steps.append(Step(asked, got, returned, done if wait else None))
         _jax.wait_for_all()
         made.ended = time.perf_counter()
