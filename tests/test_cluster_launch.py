@@ -7,12 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from cluster import alive, end, environment, launch, start, wait_for, write
 
 import phalanx as px
 from phalanx.cli import main
+from phalanx.cli.launch import Launcher
 
 pytestmark = pytest.mark.processes
 
@@ -274,3 +276,23 @@ def test_several_cpu_devices_in_several_processes_do_not_hang(tmp_path):
         assert "several CPU devices in each of several processes hang in JAX" in outcome.err
     else:
         assert "[0] 10.0" in outcome.out and "[1] 10.0" in outcome.out
+
+
+@pytest.mark.parametrize(
+    "codes, first",
+    [
+        ([76, 1], 1),  # it says itself that another was lost
+        ([1, 137], 1),  # of two that end in one moment the one that was killed is the cause
+        ([134, 137], 1),  # JAX aborts those that lose its coordinator
+        ([1, 2], 0),
+        ([76, 76], 0),
+    ],
+)
+def test_the_worker_that_is_told_as_the_first_to_fail_is_the_cause(codes, first, capsys):
+    failed = [
+        SimpleNamespace(number=i, code=code, ending=f"ended with exit code {code}", traceback=list)
+        for i, code in enumerate(codes)
+    ]
+    launcher = Launcher(SimpleNamespace(), [])
+    assert launcher._outcome(SimpleNamespace(all=failed, failed=failed)) == codes[first]
+    assert f"worker {first} of 2 ended with exit code {codes[first]}, the first to fail" in capsys.readouterr().err

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 
+from phalanx import _jax
 from phalanx.cli.workers import free_port
 from phalanx.cluster import lifeline
 from phalanx.cluster.lifeline import Lifeline
@@ -254,3 +255,15 @@ def test_one_that_is_gone_is_blamed_unless_all_are_about_to_end(reason_is_known,
     line._failed = True  # which ends its thread
     line._thread.join(10)
     close(rolls[0])
+
+
+def test_an_error_that_comes_of_a_lost_process_is_known_as_one_also_from_within_another():
+    """Its process waits a moment, to say which process is gone before it says what went wrong."""
+    try:
+        try:
+            raise ConnectionError("the coordinator does not answer")
+        except ConnectionError as error:
+            raise ClusterError("the checkpoint was not read by all") from error
+    except ClusterError as error:
+        assert _jax.is_collective_failure(error)
+    assert not _jax.is_collective_failure(ClusterError("two processes with one number"))

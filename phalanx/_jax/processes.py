@@ -77,9 +77,13 @@ def _postpone_abort() -> None:
 
 
 def is_collective_failure(error: BaseException) -> bool:
-    """Whether this error may come from another process that is gone."""
+    """Whether this error, or what it was raised from, may come from another process that is gone."""
     words = ("Gloo", "gloo", "NCCL", "UNAVAILABLE", "DEADLINE_EXCEEDED", "coordination", "INTERNAL")
-    return isinstance(error, (jax.errors.JaxRuntimeError, ValueError)) and any(word in str(error) for word in words)
+    if isinstance(error, (jax.errors.JaxRuntimeError, ValueError)) and any(word in str(error) for word in words):
+        return True
+    if isinstance(error, ConnectionError):  # of `read_note`
+        return True
+    return error.__cause__ is not None and is_collective_failure(error.__cause__)
 
 
 def write_note(key: str, value: str) -> None:

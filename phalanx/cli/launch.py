@@ -15,7 +15,7 @@ from types import FrameType
 
 from phalanx.cli import usage_error
 from phalanx.cli.run import add_script, python_command
-from phalanx.cli.workers import Shepherd, Workers, free_port
+from phalanx.cli.workers import Shepherd, Worker, Workers, free_port
 from phalanx.cluster.exits import EXIT_LOST, EXIT_PREEMPTED
 from phalanx.errors import ArgumentError
 
@@ -58,6 +58,13 @@ def run(args: argparse.Namespace) -> int:
     except ArgumentError as error:
         return usage_error(error)
     return Launcher(args, command).run()
+
+
+def _may_be_a_consequence(worker: Worker) -> int:
+    """How likely a worker failed because another had: of those that end in one moment the order says nothing."""
+    if worker.code == EXIT_LOST:  # it says so itself
+        return 2
+    return 0 if worker.code == 128 + signal.SIGKILL else 1  # nobody kills a worker because another has failed
 
 
 class Launcher:
@@ -146,8 +153,7 @@ class Launcher:
 
     def _outcome(self, workers: Workers) -> int:
         if workers.failed and self._asked is None:
-            by_itself = [worker for worker in workers.failed if worker.code != EXIT_LOST]  # the others heard of it
-            first = (by_itself or workers.failed)[0]
+            first = min(workers.failed, key=_may_be_a_consequence)
             for line in first.traceback():
                 print(f"[{first.number}] {line}", file=sys.stderr)
             self._say(f"worker {first.number} of {len(workers.all)} {first.ending}, the first to fail; see above")
