@@ -180,7 +180,7 @@ def groups(workloads: Sequence[str], replicas: Sequence[int] | None) -> Iterator
 def run_group(workload: str, replicas: int, effort: Effort, quick: bool, processes: int = 1) -> list[dict[str, Any]]:
     """The results of one workload with one number of replicas: the rounds of so many processes, one after another.
 
-    How fast a program runs differs from process to process, too: by where its memory happens to lie.
+    How fast a program runs differs from process to process, too.
     """
     command = [sys.executable, "-m", "benchmarks.harness", workload, str(replicas)]
     command += [json.dumps(asdict(effort)), json.dumps(quick)]

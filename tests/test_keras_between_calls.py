@@ -9,7 +9,7 @@ import pytest
 
 import phalanx as px
 import phalanx.keras
-from phalanx.errors import ArgumentError, ArgumentTypeError, StrategyError
+from phalanx.errors import AggregationRequiredError, ArgumentError, ArgumentTypeError, StrategyError
 
 import keras  # isort: skip
 from keras import layers, optimizers  # isort: skip
@@ -188,6 +188,15 @@ def test_layers_in_float8_are_refused_on_several_replicas():
     view.compile(optimizers.SGD(0.1), "mse")
     with pytest.raises(StrategyError, match="float8 cannot train on several replicas"):
         view.fit(X, Y, **IN_ORDER)
+
+
+def test_a_metric_of_the_scope_that_is_updated_outside_is_told_which_side_it_is_on_and_where():
+    with FOUR.scope():
+        metric = keras.metrics.Mean()
+    with pytest.raises(
+        AggregationRequiredError, match=r"metric .*outside the strategy's scope.*At .*test_keras_between"
+    ):
+        metric.update_state(1.0)
 
 
 # ---- what users define ---------------------------------------------------------------------------
