@@ -40,6 +40,7 @@ def original(tmp_path_factory):
     for step in (1, 2):
         manager.save(state(step), step=step)
     manager.wait()
+    manager.settle()  # lets go of the directory, whose files the tests copy
     return directory
 
 
