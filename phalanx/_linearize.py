@@ -1,8 +1,8 @@
 """One operation with its derivative: what a tape does at each step.
 
 `linearize` runs an operation forward and keeps JAX's pullback of it; `push_forward` carries tangents
-along. Where the parameters hash, both are compiled once per (operation, shapes) and used again, in
-eager code as well as while tracing, where they cost one equation each.
+along. Where the parameters hash, both are traced once per (operation, shapes) and used again: compiled in
+eager code, in a program as equations of it, because XLA puts the operations of calls in a worse order.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class _Pull:
         return [_checked(t, ct) if r else None for ct, t, r in pulled]
 
 
-# ---- compiled once -------------------------------------------------------------------------------
+# ---- traced once ---------------------------------------------------------------------------------
 
 
 class _Recipe:
@@ -181,7 +181,7 @@ class _Recipe:
             return replace(bare, pullback=jax.tree.unflatten(structure, residuals))(cotangents)
 
         self.connected = pull.connected
-        self._run = jax.jit(run)
+        self._run = jax.jit(run, inline=True)
         self._places = places
 
     def pull(self, new: list[Any], args: Sequence[Any], outs: list[Any]) -> tuple[Callable[..., Any], list[Any]]:
@@ -244,7 +244,7 @@ def _forward(operation: _jax.Operation, mask: Mask) -> Callable[..., Any]:
 def _compiled(make: Callable[[_jax.Operation, Mask], Callable[..., Any]]) -> _jax.OperationCache:
     def compiled(key: Any, mask: Mask) -> Any:
         # The operation is put together when it is traced: kept, it would keep its jaxpr alive.
-        return jax.jit(lambda *inputs: make(_jax.Operation.of(key), mask)(*inputs))
+        return jax.jit(lambda *inputs: make(_jax.Operation.of(key), mask)(*inputs), inline=True)
 
     return _jax.OperationCache(compiled)
 

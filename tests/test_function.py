@@ -634,6 +634,19 @@ def test_the_program_can_be_looked_at():
     assert len(runs) == 1
 
 
+def test_what_a_tape_computes_is_part_of_the_program():
+    v = px.Variable(jnp.ones((4, 4)))
+
+    @px.function
+    def f(x):
+        with px.GradientTape() as tape:
+            y = (jnp.exp(x @ v) + jnp.sin(x)).sum()
+        return tape.gradient(y, v)
+
+    text = f.lower(jnp.ones((4, 4))).as_text()
+    assert text.count("func.func private") == text.count("call @") == 1, "the function itself"
+
+
 # ---- debugging -----------------------------------------------------------------------------------
 
 
