@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +15,6 @@ import numpy as np
 
 from phalanx import _jax, state
 from phalanx._checks import check_call, check_function, counterparts, take_apart
-from phalanx._conversion import is_key
 from phalanx._eager_programs import EagerPrograms, as_function
 from phalanx._tensorflow import STRATEGY, no_such
 from phalanx.data.dataset import AutoShard, DistributedDataset, InputContext
@@ -24,10 +22,11 @@ from phalanx.data.elements import Remainder
 from phalanx.distribute.collectives import check_op
 from phalanx.distribute.feeding import ValueContext, values_from_function
 from phalanx.distribute.initial import InitialValues
+from phalanx.distribute.placement import Placement
 from phalanx.distribute.reductions import compute, gather_leaf, is_distributed, reduce_leaf
 from phalanx.distribute.run import run_in_trace
 from phalanx.distribute.values import PerReplica, is_per_replica
-from phalanx.errors import ArgumentError, ArgumentTypeError, DeviceError, StrategyError
+from phalanx.errors import ArgumentError, ArgumentTypeError, StrategyError
 from phalanx.variables import Component, Variable
 
 logger = logging.getLogger("phalanx")
@@ -36,18 +35,7 @@ _of_several_processes = itertools.count()
 """Strategies, which every process makes in the same order."""
 
 
-class _Elsewhere(threading.local):
-    """Where a thread sees strategies on devices that are not theirs, while others train with them."""
-
-    def __init__(self) -> None:
-        self.places: dict[Strategy, tuple[tuple[Any, ...], jax.sharding.Mesh]] = {}
-        """Devices and mesh of each."""
-
-
-_elsewhere = _Elsewhere()
-
-
-class Strategy:
+class Strategy(Placement):
     """Runs one program on several devices, with variables kept equal on all of them.
 
     Use `OneDevice`, `Mirrored` or `TPU`.
@@ -58,7 +46,7 @@ class Strategy:
     """
 
     def __init__(self, devices: Sequence[Any]) -> None:
-        self._use_devices(devices)
+        super().__init__(devices)
         self._variables: dict[int, weakref.ref[Variable]] = {}
         self._eager_runs = EagerPrograms()
         several = len({device.process_index for device in devices}) > 1
@@ -71,58 +59,10 @@ class Strategy:
         leads = jax.process_index() == min(device.process_index for device in self.devices)
         logger.log(logging.INFO if leads else logging.DEBUG, "%s", self.describe())
 
-    def _use_devices(self, devices: Sequence[Any]) -> None:
-        if _jax.would_hang(devices):
-            raise DeviceError(
-                f"{type(self).__name__}: several CPU devices in each of several processes hang in JAX {jax.__version__}. Start"
-                " one process for each device (phalanx launch --devices-per-process 1), or use JAX 0.11 or later."
-            )
-        self._place = (tuple(devices), _jax.replica_mesh(tuple(devices)))
-
-    @property
-    def devices(self) -> tuple[Any, ...]:
-        """The replicas' devices, in replica order."""
-        return _elsewhere.places.get(self, self._place)[0]
-
-    @property
-    def mesh(self) -> jax.sharding.Mesh:
-        """JAX's mesh, with the one axis "replica"."""
-        return _elsewhere.places.get(self, self._place)[1]
-
-    @contextmanager
-    def on_other_devices(self, devices: Sequence[Any]) -> Iterator[None]:
-        """In the block this thread sees the replicas on these devices; the variables' arrays stay where they are."""
-        before = _elsewhere.places
-        _elsewhere.places = {**before, self: (tuple(devices), _jax.replica_mesh(tuple(devices)))}
-        try:
-            yield
-        finally:
-            _elsewhere.places = before
-
-    @property
-    def num_replicas(self) -> int:
-        """How many replicas run the program."""
-        return len(self.devices)
-
-    @property
-    def local_devices(self) -> list[Any]:
-        """Those of the devices that belong to this process."""
-        return [d for d in self.devices if d.process_index == jax.process_index()]
-
-    @property
-    def platform(self) -> str:
-        """ "cpu", "gpu" or "tpu"."""
-        return str(self.devices[0].platform)
-
     @property
     def key(self) -> Hashable:
         """Part of the key of every trace made under this strategy."""
         return (self, self.devices)
-
-    @property
-    def in_order(self) -> bool:
-        """Whether steps must not overlap (several replicas on a CPU)."""
-        return self.platform == "cpu" and self.num_replicas > 1
 
     def describe(self) -> str:
         """One line: replicas and their devices, processes."""
@@ -134,42 +74,7 @@ class Strategy:
     def __getattr__(self, name: str) -> Any:
         raise no_such(repr(type(self).__name__), name, STRATEGY)
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({_jax.span(self.devices)})"
-
-    # ---- placement ----
-
-    def sharding(self, *, per_replica: bool) -> jax.sharding.NamedSharding:
-        """JAX's sharding of a stored variable."""
-        return _jax.split(self.mesh) if per_replica else _jax.replicated(self.mesh)
-
-    def place(self, stored: Any, *, per_replica: bool) -> Any:
-        """`stored` on this strategy's devices."""
-        sharding = self.sharding(per_replica=per_replica)
-        if getattr(stored, "sharding", None) == sharding or type(stored) is jax.ShapeDtypeStruct:
-            return stored
-        if sharding.is_fully_addressable:
-            return jax.device_put(stored, sharding)
-        # Other processes hold part of it: each fills its own devices from its own copy of the value.
-        if is_key(stored):  # which NumPy does not have
-            data = self.place(jax.random.key_data(stored), per_replica=per_replica)
-            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(stored))
-        host = np.asarray(stored)
-        return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
-
-    def component(self, stored: jax.Array, replica_id: int, per_replica: bool) -> jax.Array:
-        """One replica's part of a stored array, on its device.
-
-        Raises:
-            StrategyError: when the replica belongs to another process.
-        """
-        for shard in stored.addressable_shards:
-            if shard.device == self.devices[replica_id]:
-                return shard.data[0] if per_replica else shard.data
-        raise StrategyError(
-            f"Replica {replica_id} of {self!r} belongs to another process. strategy.gather and strategy.reduce bring the"
-            " values of all replicas to every process; strategy.local_results gives those of this one."
-        )
+    # ---- variables ----
 
     def register(self, variable: Variable) -> None:
         """Remember a variable of this strategy (for as long as it lives)."""
@@ -387,10 +292,6 @@ class Strategy:
             parts = [self.local_results(leaf) if is_per_replica(leaf) else (leaf,) * n for leaf in leaves]
             return tuple(jax.tree.unflatten(structure, part) for part in zip(*parts))
         return (value,)
-
-    def _local(self, of_replicas: Sequence[Any]) -> list[Any]:
-        """Of one thing per replica, those of this process's replicas."""
-        return [part for part, d in zip(of_replicas, self.devices) if d.process_index == jax.process_index()]
 
     def container_of(self, component: Component | Variable) -> Variable:
         """The variable that a component belongs to.
