@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 import socket
 import threading
 import time
@@ -14,6 +15,7 @@ import pytest
 from phalanx import _jax
 from phalanx.cli.workers import free_port
 from phalanx.cluster import lifeline
+from phalanx.cluster.exits import EXIT_LOST
 from phalanx.cluster.lifeline import Lifeline
 from phalanx.cluster.roll import Roll, call_the_roll, introduce
 from phalanx.cluster.spec import ClusterSpec
@@ -248,13 +250,26 @@ def test_one_that_is_gone_is_blamed_unless_all_are_about_to_end(reason_is_known,
     line, ended = Lifeline(rolls[0], 0, heartbeat=30.0), threading.Event()
     monkeypatch.setattr(lifeline, "end_process", lambda code, text: ended.set())
     if reason_is_known:
-        line.blame_nobody()
+        line.all_are_ending()
     line.start()
     close(rolls[1])
     assert ended.wait(1.0 if reason_is_known else 10.0) is not reason_is_known
     line._failed = True  # which ends its thread
     line._thread.join(10)
     close(rolls[0])
+
+
+def test_one_that_is_silent_is_blamed_also_when_all_are_about_to_end(port, monkeypatch):
+    rolls = all_call(*(lambda i=i: call(i, 2, port) for i in range(2)))
+    line, said = Lifeline(rolls[0], 0, heartbeat=0.5), queue.Queue()
+    monkeypatch.setattr(lifeline, "end_process", lambda code, text: said.put((code, text)))
+    line.all_are_ending()
+    line.start()
+    code, text = said.get(timeout=10)
+    assert code == EXIT_LOST and text.startswith("phalanx: process 1") and "has not been heard of" in text
+    line._failed = True  # which ends its thread
+    line._thread.join(10)
+    close(*rolls)
 
 
 def test_an_error_that_comes_of_a_lost_process_is_known_as_one_also_from_within_another():

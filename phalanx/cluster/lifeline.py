@@ -62,7 +62,7 @@ class Lifeline:
         self._all_finished = threading.Event()
         self._failed = False
         """Whether this process has failed itself; it then listens to nobody."""
-        self._blames = True
+        self._all_are_ending = False
         self._lock = threading.Lock()
         self._bell = socket.socketpair()
         self.handlers: dict[str, Handler] = {
@@ -121,9 +121,9 @@ class Lifeline:
             self._failed = True
             self._send({"kind": "failed", "by": self.me, "process": self.me, "text": text})
 
-    def blame_nobody(self) -> None:
-        """All processes are about to end, for a reason that is known; which of them is gone first is none."""
-        self._blames = False
+    def all_are_ending(self) -> None:
+        """For a reason that is known: which of them is gone first is none. One that is silent may still be the cause."""
+        self._all_are_ending = True
 
     def finish(self, told: float) -> None:
         """Wait until all processes have finished; `told` seconds later say who is waited for."""
@@ -185,18 +185,18 @@ class Lifeline:
 
     def _check(self, i: int, now: float) -> None:
         if self._wires[i].closed:
-            self._blame(i, "is gone: its connection closed without a word, as when it is killed")
+            if not self._all_are_ending:
+                self._blame(i, "is gone: its connection closed without a word, as when it is killed")
         elif now - self._heard[i] > self._heartbeat:
             silence = f"has not been heard of for {now - self._heard[i]:.0f} s"
             self._blame(i, f"{silence}: it is stopped, or its machine or the network is down")
 
     def _blame(self, i: int, text: str) -> None:
-        if self._blames:
-            self._send({"kind": "failed", "by": self.me, "process": i, "text": text}, but=i)
-            self._on_failed(self.me, {"process": i, "text": text})
+        self._send({"kind": "failed", "by": self.me, "process": i, "text": text}, but=i)
+        self._on_failed(self.me, {"process": i, "text": text})
 
     def _on_failed(self, by: int, message: dict[str, Any]) -> None:
-        if self._failed or not self._blames or self._all_finished.is_set():
+        if self._failed or self._all_finished.is_set():
             return
         i = int(message["process"])
         who = self.members[i] if i != self.me else "this process"

@@ -131,7 +131,7 @@ class Watchdog:
         line = lifeline()
         if line is None:
             return
-        line.blame_nobody()  # for being gone: whoever is first ends some moments before the others
+        line.all_are_ending()
         if by == line.me:
             return
         line.tell("step", step=self.steps)

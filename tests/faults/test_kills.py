@@ -56,7 +56,7 @@ PLANS = plans()
 
 
 def run(folder: Path, plan: list[dict[str, object]], **more: str) -> Outcome:
-    options = ("--max-restarts", str(len(plan)), "--pause", "0.01")
+    options = ("--max-restarts", str(len(plan)), "--pause", "0")
     return launch(2, WORKER, str(folder), json.dumps(plan), options=options, timeout=280, **more)
 
 
