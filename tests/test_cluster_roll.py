@@ -250,7 +250,7 @@ def test_one_that_is_gone_is_blamed_unless_all_are_about_to_end(reason_is_known,
     line, ended = Lifeline(rolls[0], 0, heartbeat=30.0), threading.Event()
     monkeypatch.setattr(lifeline, "end_process", lambda code, text: ended.set())
     if reason_is_known:
-        line.all_are_ending()
+        line.excuse_the_gone()
     line.start()
     close(rolls[1])
     assert ended.wait(1.0 if reason_is_known else 10.0) is not reason_is_known
@@ -263,7 +263,7 @@ def test_one_that_is_silent_is_blamed_also_when_all_are_about_to_end(port, monke
     rolls = all_call(*(lambda i=i: call(i, 2, port) for i in range(2)))
     line, said = Lifeline(rolls[0], 0, heartbeat=0.5), queue.Queue()
     monkeypatch.setattr(lifeline, "end_process", lambda code, text: said.put((code, text)))
-    line.all_are_ending()
+    line.excuse_the_gone()
     line.start()
     code, text = said.get(timeout=10)
     assert code == EXIT_LOST and text.startswith("phalanx: process 1") and "has not been heard of" in text

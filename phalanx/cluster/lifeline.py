@@ -62,7 +62,7 @@ class Lifeline:
         self._all_finished = threading.Event()
         self._failed = False
         """Whether this process has failed itself; it then listens to nobody."""
-        self._all_are_ending = False
+        self._excuses_the_gone = False
         self._lock = threading.Lock()
         self._bell = socket.socketpair()
         self.handlers: dict[str, Handler] = {
@@ -121,9 +121,9 @@ class Lifeline:
             self._failed = True
             self._send({"kind": "failed", "by": self.me, "process": self.me, "text": text})
 
-    def all_are_ending(self) -> None:
-        """For a reason that is known: which of them is gone first is none. One that is silent may still be the cause."""
-        self._all_are_ending = True
+    def excuse_the_gone(self) -> None:
+        """All are about to end, for a reason that is known: who is gone first is none. One that is silent may be the cause."""
+        self._excuses_the_gone = True
 
     def finish(self, told: float) -> None:
         """Wait until all processes have finished; `told` seconds later say who is waited for."""
@@ -185,7 +185,7 @@ class Lifeline:
 
     def _check(self, i: int, now: float) -> None:
         if self._wires[i].closed:
-            if not self._all_are_ending:
+            if not self._excuses_the_gone:
                 self._blame(i, "is gone: its connection closed without a word, as when it is killed")
         elif now - self._heard[i] > self._heartbeat:
             silence = f"has not been heard of for {now - self._heard[i]:.0f} s"

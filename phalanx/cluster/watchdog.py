@@ -131,7 +131,7 @@ class Watchdog:
         line = lifeline()
         if line is None:
             return
-        line.all_are_ending()
+        line.excuse_the_gone()
         if by == line.me:
             return
         line.tell("step", step=self.steps)
