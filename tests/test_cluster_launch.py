@@ -188,6 +188,21 @@ def test_command_lines_that_cannot_be_are_explained(command, text, capsys):
     assert text in capsys.readouterr().err
 
 
+def test_pauses_double_in_a_row_of_failures_and_start_anew_after_a_long_run(monkeypatch):
+    launcher, now, pauses = Launcher(SimpleNamespace(max_restarts=9, pause=3.0), []), [0.0], []
+
+    def attempt(number, shepherd):
+        now[0] += 1000 if number == 6 else 1
+        return 1
+
+    monkeypatch.setattr("phalanx.cli.launch.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("phalanx.cli.launch.signal.signal", lambda number, handler: None)
+    monkeypatch.setattr(launcher, "_attempt", attempt)
+    monkeypatch.setattr(launcher, "_sleep", pauses.append)
+    assert launcher.run() == 1
+    assert pauses == [3, 6, 12, 24, 30, 30, 3, 6, 12]
+
+
 def test_a_cluster_is_described_on_each_worker(tmp_path):
     script = write(
         tmp_path / "described.py",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,11 +34,13 @@ def replica_mesh(devices: Sequence[Any]) -> Any:
     return Mesh(np.array(devices), (REPLICA_AXIS,), axis_types=(AxisType.Auto,))
 
 
+@functools.cache  # a sharding works out once what follows from it
 def replicated(mesh: Any) -> NamedSharding:
     """Every device holds the whole array."""
     return NamedSharding(mesh, PartitionSpec())
 
 
+@functools.cache
 def split(mesh: Any) -> NamedSharding:
     """Axis 0 is split over the replicas."""
     return NamedSharding(mesh, PartitionSpec(REPLICA_AXIS))

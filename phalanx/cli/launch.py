@@ -26,6 +26,8 @@ _TERM_SECONDS = 3.0
 _OTHERS_SECONDS = 1.0
 """How long others may take to end by themselves, so that the first cause is known."""
 _LONGEST_PAUSE = 30.0
+_RAN_WELL_SECONDS = 600.0
+"""After so long a run a failure is no longer one of a row, as Kubernetes has it for containers that crash."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-restarts", type=int, default=0, metavar="N",
                         help="start all again after a failure, at most so often (0)")  # fmt: skip
     parser.add_argument("--pause", type=float, default=0.5, metavar="SECONDS",
-                        help="before the first restart; twice as long before each later one, up to 30 (0.5)")  # fmt: skip
+                        help="before a restart; twice as long before the next, up to 30, and as at first after a run of"
+                             " 10 minutes (0.5)")  # fmt: skip
     parser.add_argument("--port", type=int, default=0, help="where process 0 listens, on loopback (a free one)")
     add_script(parser)
 
@@ -84,14 +87,19 @@ class Launcher:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._forward)
         shepherd = Shepherd()
+        pause = self._args.pause
         try:
             for attempt in range(self._args.max_restarts + 1):
+                begun = time.monotonic()
                 code = self._attempt(attempt, shepherd)
                 if code == 0 or self._asked is not None or attempt == self._args.max_restarts:
                     break
-                pause = min(self._args.pause * 2.0**attempt, _LONGEST_PAUSE)
+                if time.monotonic() - begun > _RAN_WELL_SECONDS:
+                    pause = self._args.pause
+                pause = min(pause, _LONGEST_PAUSE)
                 self._say(f"starting all again in {pause:g} s ({attempt + 1} of {self._args.max_restarts} restarts)")
                 self._sleep(pause)
+                pause *= 2
         finally:
             if self._workers is not None:
                 self._workers.send(signal.SIGKILL)
