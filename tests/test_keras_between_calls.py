@@ -151,7 +151,7 @@ def test_an_update_that_was_not_finished_leaves_nothing_to_the_next_fit():
         _, view = pair()
         if fails:
             batches = iter([(X[:8], 100 * Y[:8]), (X[:8, :5], Y[:8])])
-            with pytest.raises(ValueError):
+            with pytest.raises(ValueError, match="incompatible with the layer"):
                 view.fit(batches, accumulate_steps=2, steps_per_epoch=1, verbose=0)
         view.fit(X, Y, accumulate_steps=2, **IN_ORDER)
         weights.append(view.get_weights())

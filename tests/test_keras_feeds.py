@@ -50,7 +50,7 @@ def test_weights_of_rows_come_with_the_dataset_or_from_classes_but_not_both():
         X, Y, sample_weight=np.arange(12, dtype=np.float32), batch_size=4, shuffle=False, verbose=0
     ).history["loss"]
     assert view.fit(weighted, verbose=0).history["loss"] == pytest.approx(expected, rel=1e-5)
-    with pytest.raises(ArgumentError, match="cannot be given together"):
+    with pytest.raises(ArgumentError, match="cannot be given at the same time"):
         view.fit(weighted, class_weight={0: 1.0}, verbose=0)
 
 
@@ -96,9 +96,9 @@ def test_what_is_given_beside_a_distributed_dataset_is_refused():
     view, strategy = model()
     data = strategy.distribute_dataset((X, Y), batch_size=4)
     for name, options in (("y", {"y": Y}), ("sample_weight", {"sample_weight": np.ones(12)})):
-        with pytest.raises(ArgumentError, match=f"^{name} was given beside a distributed dataset"):
+        with pytest.raises(ArgumentError, match=f"^{name} was given beside a DistributedDataset"):
             view.fit(data, verbose=0, **options)
-        with pytest.raises(ArgumentError, match=f"^{name} was given beside a distributed dataset"):
+        with pytest.raises(ArgumentError, match=f"^{name} was given beside a DistributedDataset"):
             view.evaluate(data, verbose=0, **options)
 
 
@@ -191,7 +191,7 @@ def test_elements_of_a_run_that_were_drawn_do_not_count_before_all_are_there():
                 raise RuntimeError("asked to stop")
             yield X[:4]
 
-    feed = DatasetFeed(strategy.distribute_dataset(batches, prefetch=0), strategy, None, steps=2)
+    feed = DatasetFeed(strategy.distribute_dataset(batches, prefetch=0), strategy, steps=2)
     assert feed.position.state_dict()["element"] == 0
     runs, feed.position.in_pass = feed.get_jax_iterator(), True
     next(runs)

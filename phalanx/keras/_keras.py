@@ -45,6 +45,8 @@ from keras.src.losses import loss as loss
 from keras.src.trainers import data_adapters as data_adapters
 from keras.src.trainers.data_adapters.array_slicing import train_validation_split as train_validation_split
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter as DataAdapter
+from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter as GeneratorDataAdapter
+from keras.src.trainers.epoch_iterator import EpochIterator as EpochIterator
 from keras.src.utils.naming import to_snake_case as to_snake_case
 
 Variable = keras.Variable
@@ -103,6 +105,16 @@ def build(model: Any, x: Any) -> None:
     """Create the variables of a model for the shapes of `x`."""
     with backend.StatelessScope():
         model(x)
+
+
+def knows_data(x: Any, y: Any, sample_weight: Any) -> bool:
+    """Whether Keras has an adapter for it, generators aside."""
+    is_dataset = (data_adapters.is_tf_dataset, data_adapters.is_torch_dataloader, data_adapters.is_grain_dataset)
+    return (
+        isinstance(x, (DataAdapter, keras.utils.PyDataset))
+        or any(is_one(x) for is_one in is_dataset)
+        or data_adapters.array_data_adapter.can_convert_arrays((x, y, sample_weight))
+    )
 
 
 def settings(model: Any) -> Any:

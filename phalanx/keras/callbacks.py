@@ -58,6 +58,11 @@ class Callbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
         if self._resume is not None:
             self._resume.leave_if_asked()
 
+    def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
+        if logs and "outputs" in logs:
+            logs = {**logs, "outputs": self._model._steps.structured(logs["outputs"])}
+        super().on_predict_batch_end(batch, logs)
+
     def _is_heard(self, event: str) -> bool:
         listeners = [callback for callback in self.callbacks if _listens(callback, event)]
         if not listeners:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,7 @@ from phalanx.data.pipeline import ahead
 from phalanx.distribute.strategy import Strategy
 from phalanx.errors import ArgumentError, StrategyError
 from phalanx.keras import _keras
+from phalanx.keras._keras import keras
 from phalanx.keras.accumulation import Accumulate
 from phalanx.keras.alike import alike
 
@@ -109,12 +111,25 @@ class Runs(_keras.DataAdapter, ABC):  # type: ignore[misc]
         divisible: whether what comes out is of single rows (predictions), so that batches may be cut.
         steps: updates in one run.
         accumulate: batches for one update.
+        class_weight: by the number of the class, weights of rows.
     """
 
-    def __init__(self, strategy: Strategy, divisible: bool = False, steps: int = 1, accumulate: int = 1) -> None:
+    def __init__(
+        self,
+        strategy: Strategy,
+        divisible: bool = False,
+        steps: int = 1,
+        accumulate: int = 1,
+        class_weight: dict[int, float] | None = None,
+    ) -> None:
+        if class_weight is not None and not _are_class_weights(class_weight):
+            raise ArgumentError(f"class_weight must be a dict from class numbers to weights, got {class_weight!r:.80}.")
         self._strategy = strategy
         self._divisible = divisible
         self._accumulate = accumulate
+        self._class_weight = class_weight
+        self._given = 0
+        """Batches of the source in this pass."""
         self.batches_per_run = steps * accumulate
         """Of the source."""
         self.skip = 0
@@ -139,12 +154,37 @@ class Runs(_keras.DataAdapter, ABC):  # type: ignore[misc]
         """Updates in one pass, if known."""
         return None if self.source_batches is None else -(-self.source_batches // self._accumulate)
 
+    def ran_out(self, steps_per_epoch: int | None) -> None:
+        """The data has ended where Keras's loops did not know that it would."""
+        if steps_per_epoch:
+            warnings.warn(
+                f"The data ended after {self._given} batches, and steps_per_epoch={steps_per_epoch} asks for so many in each"
+                " epoch: this one is cut short. Give more data, repeat it, or leave steps_per_epoch out.",
+                stacklevel=2,
+            )
+
+    def _weighted(self, batch: Any) -> Any:
+        """x, y and the weights of the classes in y."""
+        if self._class_weight is None:
+            return batch
+        x, y, weights = _keras.unpack(batch)
+        if weights is not None:
+            raise ArgumentError("fit: class_weight and weights of rows cannot be given at the same time.")
+        table = np.ones(max(self._class_weight) + 1, keras.config.floatx())
+        table[list(self._class_weight)] = list(self._class_weight.values())
+        return x, y, self._of_classes(y, table)
+
+    @abstractmethod
+    def _of_classes(self, y: Any, table: Any) -> Any:
+        """The weights of the rows whose classes are in `y`."""
+
     def _skipped(self) -> int:
         skipped, self.skip = self.skip, 0
         return skipped
 
     def _parts(self, several: list[Any], together: Callable[[], Batch | None], apart: Callable[[Any], Parts]) -> Parts:
         """Of one run: one for all its batches where that can be, else of each its own."""
+        self._given += len(several)
         separate = self._divisible or self._accumulate > 1 or len(several) < 2
         if not separate and (one := together()) is not None:
             return (one,)
@@ -168,14 +208,19 @@ class Feed(Runs):
 
     def first(self) -> Any:
         """A batch on the host, for its shapes."""
-        return next(iter(self._adapter.get_numpy_iterator()), None)
+        for batch in map(self._weighted, self._adapter.get_numpy_iterator()):
+            Arrays.of(batch, "the batch")  # they are numbers, or it says which are not
+            return batch
+        return None
 
     def get_jax_iterator(self) -> Iterator[Parts]:
         """The batches of one pass."""
+        self._given = 0
 
         def batches(stopped: Callable[[], bool]) -> Iterator[list[Any]]:
             counted = self._adapter.num_batches is not None
-            several = alike(iter(self._adapter.get_numpy_iterator()), self._strategy, counted, stopped)
+            weighted = map(self._weighted, self._adapter.get_numpy_iterator())
+            several = alike(weighted, self._strategy, counted, stopped)
             runs = iter(lambda: list(islice(several, self.batches_per_run)), [])
             yield from ([] for _ in islice(runs, self._skipped()))  # drawn, as they were then, and not used
             yield from runs
@@ -189,6 +234,9 @@ class Feed(Runs):
             return parts, jax.tree.leaves(parts)
 
         return ahead(batches, send, _AHEAD.get(self._strategy.platform, 2))
+
+    def _of_classes(self, y: Any, table: Any) -> Any:
+        return _weights_of_rows(np, y, table)
 
     def on_epoch_begin(self) -> None:
         """Keras's loops say so."""
@@ -228,7 +276,6 @@ class DatasetFeed(Runs):
         self,
         dataset: DistributedDataset,
         strategy: Strategy,
-        class_weight: dict[int, float] | None,
         steps_per_epoch: int | None = None,
         **runs: Any,
     ) -> None:
@@ -243,10 +290,7 @@ class DatasetFeed(Runs):
                 "The dataset fills short batches up (remainder='pad'), and Keras's losses and metrics would count these"
                 " rows. Give the source itself to the model, which counts every row once; or choose remainder='drop'."
             )
-        if class_weight is not None and not _are_class_weights(class_weight):
-            raise ArgumentError(f"class_weight must be a dict from class numbers to weights, got {class_weight!r:.80}.")
         self._dataset = dataset
-        self._class_weight = class_weight
         self.position: DatasetPosition = DatasetPosition(
             dataset, whole_passes=steps_per_epoch in (None, self.num_batches)
         )
@@ -258,6 +302,7 @@ class DatasetFeed(Runs):
     def get_jax_iterator(self) -> Iterator[Parts]:
         """The elements of one pass, which begins with the first: Keras makes iterators that it does not use."""
         yield from [()] * self._skipped()  # behind which the dataset stands
+        self._given = 0
         elements, n = map(self._weighted, self._dataset), self.batches_per_run
         for number in itertools.count():
             several = self.position.draw(elements, n, is_first=number == 0)
@@ -273,15 +318,8 @@ class DatasetFeed(Runs):
             return None
         return Batch(self._strategy.run(_stack, args=elements), steps=len(elements))
 
-    def _weighted(self, element: Any) -> Any:
-        if self._class_weight is None:
-            return element
-        x, y, weights = _keras.unpack(element)
-        if weights is not None:
-            raise ArgumentError("fit: class_weight and weights of rows in the dataset cannot be given together.")
-        table = np.ones(max(self._class_weight) + 1, np.float32)
-        table[list(self._class_weight)] = list(self._class_weight.values())
-        return x, y, self._strategy.run(_weights_of_rows, args=(y, table))
+    def _of_classes(self, y: Any, table: Any) -> Any:
+        return self._strategy.run(functools.partial(_weights_of_rows, jnp), args=(y, table))
 
     @property
     def source_batches(self) -> int | None:
@@ -297,10 +335,13 @@ def _are_class_weights(given: Any) -> bool:
     return isinstance(given, dict) and bool(given) and all(isinstance(c, (int, np.integer)) and c >= 0 for c in given)
 
 
-def _weights_of_rows(y: Any, table: Any) -> Any:
-    classes = y if y.ndim == 1 else y[:, 0] if y.shape[-1] == 1 else jnp.argmax(y, -1)
-    classes = jnp.round(classes).astype(jnp.int32)
-    return jnp.where(classes < len(table), table[jnp.minimum(classes, len(table) - 1)], 1.0)
+def _weights_of_rows(xp: Any, y: Any, table: Any) -> Any:
+    if not hasattr(y, "ndim"):
+        raise ArgumentError(f"fit: class_weight is for one array of targets, got {type(y).__name__}.")
+    classes = y if y.ndim == 1 else y[:, 0] if y.shape[-1] == 1 else xp.argmax(y, -1)
+    classes = xp.round(classes).astype(np.int32)
+    is_known = (classes >= 0) & (classes < len(table))
+    return xp.where(is_known, table[xp.where(is_known, classes, 0)], xp.ones((), table.dtype))
 
 
 def distribute(batch: Any, strategy: Strategy, divisible: bool) -> Parts:
@@ -356,3 +397,19 @@ def _repeated(arrays: Arrays, strategy: Strategy, rows: slice) -> Batch:
         return strategy.place(leaf[rows] if leaf.ndim else leaf, per_replica=False)
 
     return Batch(arrays.map(send).tree(), is_split=False)
+
+
+def install() -> None:
+    """Keras's loops let the feed say what it means that data ended where they did not know that it would."""
+
+    def make(original: Any) -> Any:
+        def interrupted(epochs: Any) -> None:
+            if not isinstance(epochs.data_adapter, Runs):
+                original(epochs)
+                return
+            epochs._num_batches = epochs.data_adapter.num_batches  # the next pass may have more
+            epochs.data_adapter.ran_out(epochs.steps_per_epoch)
+
+        return interrupted
+
+    _keras.replace(_keras.EpochIterator, "_interrupted_warning", make)

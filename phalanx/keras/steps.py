@@ -53,6 +53,7 @@ class Steps:
         self._structures: dict[Any, Structure] = {}
         """What each function saw of the model when it was first traced."""
         self._settings: Any = None
+        self._structure_of_outputs: Any = None
 
     @contextmanager
     def fit(self, fitting: Fitting) -> Iterator[None]:
@@ -162,13 +163,26 @@ class Steps:
     # ---- without ----
 
     def predicting(self, model: Any) -> Callable[[Parts], Any]:
-        """``model.predict_step`` for a batch; its outputs are on the host, in the order of the rows."""
+        """``model.predict_step`` for a batch; its outputs are on the host, in the order of the rows.
+
+        They come as a list, which Keras's loop puts together array by array; see `structured`.
+        """
 
         def on_replicas(batch: Batch) -> Any:
             return self.strategy.run(model.predict_step, args=(batch.data,))
 
         run = self._compiled(model, "predict_step", on_replicas)
-        return lambda parts: concatenated([self._to_host(run(part), part) for part in parts])
+
+        def predicted(parts: Parts) -> list[Any]:
+            outputs = concatenated([self._to_host(run(part), part) for part in parts])
+            arrays, self._structure_of_outputs = jax.tree.flatten(outputs)
+            return arrays
+
+        return predicted
+
+    def structured(self, arrays: list[Any]) -> Any:
+        """Predictions as the model gives them: nothing stays nothing, and classes that JAX knows are as they were."""
+        return jax.tree.unflatten(self._structure_of_outputs, arrays)
 
     def _to_host(self, outputs: Any, part: Batch) -> Any:
         leaf = jax.tree.leaves(part.data, is_leaf=is_per_replica)[0]  # of a replica's part, where it has one

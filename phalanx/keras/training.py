@@ -21,6 +21,7 @@ from phalanx.distribute.strategy import Strategy
 from phalanx.errors import ArgumentError, StrategyError
 from phalanx.keras import _keras
 from phalanx.keras._keras import keras
+from phalanx.keras.batches import Passes, adapter_of, check_alone, is_source_function
 from phalanx.keras.callbacks import Callbacks
 from phalanx.keras.checkpointed import is_built
 from phalanx.keras.examples import example_batch
@@ -188,8 +189,9 @@ class Loops:
         if not all(layer.built for layer in self._flatten_layers()):
             _keras.build(self, _keras.unpack(feed.first())[0])
             feed.on_epoch_end()
+        given["callbacks"] = self._callbacks(given, given["steps"] or feed.num_batches, epochs=1)
         with self._on_the_strategy():
-            return super().predict(**given | {"x": feed})  # type: ignore[misc]
+            return self._steps.structured(super().predict(**given | {"x": feed}))  # type: ignore[misc]
 
     def train_on_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
         """As in Keras, on all replicas."""
@@ -204,7 +206,7 @@ class Loops:
     def predict_on_batch(self: Any, x: Any) -> Any:
         """As in Keras, on all replicas."""
         with self._on_the_strategy():
-            return super().predict_on_batch(x)  # type: ignore[misc]
+            return self._steps.structured(super().predict_on_batch(x))  # type: ignore[misc]
 
     def save(self: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
         """As in Keras. With several processes one writes, by itself, and the file is complete or not there."""
@@ -314,19 +316,21 @@ class Loops:
     ) -> Any:
         if isinstance(x, (Feed, DatasetFeed)):
             return x
-        runs = {"divisible": divisible, "steps": self.steps_per_execution, "accumulate": accumulate}
+        runs = {
+            "divisible": divisible,
+            "steps": self.steps_per_execution,
+            "accumulate": accumulate,
+            "class_weight": class_weight,
+        }
+        options = {"batch_size": batch_size, "steps_per_epoch": steps, "shuffle": shuffle}
+        if is_source_function(x):
+            check_alone(x, y=y, sample_weight=sample_weight)
+            made = x()
+            x = made if isinstance(made, DistributedDataset) else Passes(x, made, **options)
         if isinstance(x, DistributedDataset):
-            _check_alone(y=y, sample_weight=sample_weight)
-            return DatasetFeed(x, self.strategy, class_weight, steps, **runs)
-        adapter = _keras.data_adapters.get_data_adapter(
-            x=x,
-            y=y,
-            sample_weight=sample_weight,
-            batch_size=batch_size,
-            steps_per_epoch=steps,
-            shuffle=shuffle,
-            class_weight=class_weight,
-        )
+            check_alone(x, y=y, sample_weight=sample_weight)
+            return DatasetFeed(x, self.strategy, steps, **runs)
+        adapter = adapter_of(x, y, sample_weight, **options)
         if adapter.num_batches == 0:
             raise ArgumentError(f"Model {self.name!r}: the data is empty; at least one row is needed.")
         return Feed(adapter, self.strategy, **runs)
@@ -436,15 +440,6 @@ def _check_owner(model: Any) -> None:
             f" {model.strategy!r}. Make one strategy, and replicate the model on it each time; to move to other devices make a"
             " new model (keras.models.clone_model) and set_weights."
         )
-
-
-def _check_alone(**given: Any) -> None:
-    for name, value in given.items():
-        if value is not None:
-            raise ArgumentError(
-                f"{name} was given beside a distributed dataset, whose elements hold it: (x, y) or (x, y, sample_weight)."
-                f" Distribute both together: strategy.distribute_dataset((x, y), ...)."
-            )
 
 
 def _arguments(method: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:

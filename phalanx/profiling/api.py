@@ -121,9 +121,16 @@ def _profile(
         recompiled_steps=sum(together.compiling(s) > 0 for s in together.steps),
         name=getattr(step, "__name__", type(step).__name__),
         is_traced=isinstance(step, (Function, BoundFunction)),
+        last_retrace=_last_retrace(step),
         reads_numbers=together.reads_numbers,
         timeline=_timeline(traced, operations),
     )
+
+
+def _last_retrace(step: Any) -> str | None:
+    if not isinstance(step, (Function, BoundFunction)) or step.trace_count < 2:
+        return None
+    return step.explain_retraces().splitlines()[-1].partition(": ")[2]
 
 
 def _busy(operations: list[_jax.DeviceOperation], steps: int) -> tuple[float, float]:

@@ -52,6 +52,8 @@ class Profile:
     """Of the step."""
     is_traced: bool
     """Whether the step is a `px.function`."""
+    last_retrace: str | None
+    """Why it was traced the last time: which argument changed, from what to what. None for a single trace."""
     reads_numbers: bool
     """Whether the step returns numbers of Python or NumPy, for which it waits itself."""
     timeline: list[Span]
@@ -79,8 +81,7 @@ class Profile:
         return {
             "input": f"Input-bound: {share} of each step waits for data. Raise prefetch, or speed up the source.",
             "compilation": f"Bound by compiling: {share} of the time goes to it, in {self.recompiled_steps} of {self.steps}"
-            " steps after the first. Give batches one shape and dtype, and numbers that change as arrays;"
-            f" {self._explanation()} says which argument changed.",
+            f" steps after the first. Give batches one shape and dtype, and numbers that change as arrays{self._retraces()}",
             "collectives": f"Bound by communication: the replicas meet in {share} of each step. Give each replica more rows"
             " between two updates: a larger batch, or gradients accumulated over several.",
             "compute": f"Bound by computing: the devices compute in {share} of each step, as they should. What is left is"
@@ -88,8 +89,10 @@ class Profile:
             "host": self._host_bound(share),
         }[cause]
 
-    def _explanation(self) -> str:
-        return f"{self.name}.explain_retraces()" if self.is_traced else "explain_retraces() of a px.function"
+    def _retraces(self) -> str:
+        if self.last_retrace is None:
+            return "; explain_retraces() of a px.function says which argument changed."
+        return f". Last time: {self.last_retrace.rstrip('.')}. {self.name}.explain_retraces() has all."
 
     def _host_bound(self, share: str) -> str:
         what = f"Bound by the host: in {share} of each step the devices wait for Python. "
