@@ -199,3 +199,18 @@ def test_elements_of_a_run_that_were_drawn_do_not_count_before_all_are_there():
     with pytest.raises(RuntimeError, match="asked to stop"):
         next(runs)
     assert feed.position.state_dict()["element"] == 2
+
+
+def test_on_accelerators_too_no_element_is_drawn_before_its_step(monkeypatch):
+    """Keras draws one batch ahead there, which a checkpoint would take for used."""
+    monkeypatch.setattr("keras.src.backend.jax.trainer.jax.default_backend", lambda: "gpu")
+    view, strategy = model()
+    data = strategy.distribute_dataset((X, Y), batch_size=4, prefetch=0)
+    drawn = []
+
+    class Looks(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            drawn.append(data.state_dict()["element"])
+
+    view.fit(data, verbose=0, callbacks=[Looks()])
+    assert drawn == [1, 2, 3]

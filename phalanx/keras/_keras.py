@@ -41,6 +41,7 @@ if keras.config.is_nnx_enabled():
 from keras.src import backend as backend
 from keras.src.backend.common.stateless_scope import get_stateless_scope as get_stateless_scope
 from keras.src.backend.jax import core as core
+from keras.src.backend.jax.trainer import JAXEpochIterator as JAXEpochIterator
 from keras.src.losses import loss as loss
 from keras.src.trainers import data_adapters as data_adapters
 from keras.src.trainers.data_adapters.array_slicing import train_validation_split as train_validation_split

@@ -399,17 +399,30 @@ def _repeated(arrays: Arrays, strategy: Strategy, rows: slice) -> Batch:
     return Batch(arrays.map(send).tree(), is_split=False)
 
 
+def _interrupted_warning(original: Any) -> Any:
+    """The feed says what it means that data ended where Keras's loops did not know that it would."""
+
+    def interrupted(epochs: Any) -> None:
+        if not isinstance(epochs.data_adapter, Runs):
+            original(epochs)
+            return
+        epochs._num_batches = epochs.data_adapter.num_batches  # the next pass may have more
+        epochs.data_adapter.ran_out(epochs.steps_per_epoch)
+
+    return interrupted
+
+
+def _get_iterator(original: Any) -> Any:
+    """The feed is ahead of the steps itself; Keras would draw one more, and what is drawn counts as used."""
+
+    def iterator(epochs: Any) -> Any:
+        feed = epochs.data_adapter
+        return feed.get_jax_iterator() if isinstance(feed, Runs) else original(epochs)
+
+    return iterator
+
+
 def install() -> None:
-    """Keras's loops let the feed say what it means that data ended where they did not know that it would."""
-
-    def make(original: Any) -> Any:
-        def interrupted(epochs: Any) -> None:
-            if not isinstance(epochs.data_adapter, Runs):
-                original(epochs)
-                return
-            epochs._num_batches = epochs.data_adapter.num_batches  # the next pass may have more
-            epochs.data_adapter.ran_out(epochs.steps_per_epoch)
-
-        return interrupted
-
-    _keras.replace(_keras.EpochIterator, "_interrupted_warning", make)
+    """Put this into Keras's loops over batches."""
+    _keras.replace(_keras.EpochIterator, "_interrupted_warning", _interrupted_warning)
+    _keras.replace(_keras.JAXEpochIterator, "_get_iterator", _get_iterator)
