@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import threading
 
 import jax
 import numpy as np
@@ -183,6 +184,25 @@ def test_passes_of_a_function_may_differ_in_length(n):
 
     replicated(n).fit(counted, epochs=3, verbose=0)
     assert seen == [1, 3, 2]
+
+
+def test_datasets_that_a_function_makes_hear_of_epochs_and_leave_no_workers(n):
+    made = []
+
+    class Workers(Sequence):
+        ends = 0
+
+        def __init__(self):
+            super().__init__(workers=2)
+            made.append(self)
+
+        def on_epoch_end(self):
+            self.ends += 1
+
+    threads = threading.active_count()
+    replicated(n).fit(Workers, epochs=3, verbose=0)
+    assert len(made) == 3 and all(data.ends for data in made)
+    assert threading.active_count() <= threads + 1  # what JAX keeps
 
 
 def test_targets_beside_what_holds_them_are_refused(n):

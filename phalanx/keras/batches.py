@@ -114,10 +114,14 @@ class Passes(_keras.DataAdapter):  # type: ignore[misc]
     def get_numpy_iterator(self) -> Iterator[Any]:
         """One pass."""
         adapter = self._unused or self._adapter(self._make())
-        batches = iter(adapter.get_numpy_iterator())
-        for batch in batches:
-            self._unused = adapter
-            yield batch
-            break
-        self._unused = None
-        yield from batches
+        adapter.on_epoch_begin()
+        try:
+            batches = iter(adapter.get_numpy_iterator())
+            for batch in batches:
+                self._unused = adapter
+                yield batch
+                break
+            self._unused = None
+            yield from batches
+        finally:
+            adapter.on_epoch_end()  # lets workers go
