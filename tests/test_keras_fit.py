@@ -893,7 +893,7 @@ def test_empty_data(models):
 def test_columns_of_strings(models):
     replicated = models[1]
     before = state(replicated)
-    with pytest.raises((px.errors.ArgumentTypeError, ValueError), match="str|<U|not numeric"):
+    with pytest.raises(px.errors.ArgumentTypeError, match="x is not numeric"):
         replicated.fit(np.array([["a", "b", "c"]] * ROWS), Y, **QUIET)
     assert_same(state(replicated), before)
     replicated.fit(X, Y, **QUIET)
