@@ -271,3 +271,103 @@ def test_a_finite_dataset_in_epochs_of_another_length_cannot_be_resumed(tmp_path
     dataset = view.strategy.distribute_dataset((X[:16], Y[:16]), 4)
     with pytest.raises(ArgumentError, match="may end anywhere in a pass of 4 batches"):
         view.fit(dataset, steps_per_epoch=2, epochs=2, verbose=0, resume=tmp_path)
+
+
+# ---- averages ------------------------------------------------------------------------------------
+
+
+class Averaging(keras.optimizers.SGD):
+    """Keeps averages, and what the weights were when `fit` ended, which Keras then replaces by these."""
+
+    def __init__(self):
+        super().__init__(0.1, momentum=0.5, use_ema=True, ema_momentum=0.5)
+        self.at_end = []
+
+    def finalize_variable_values(self, var_list):
+        self.at_end = arrays(var_list)
+        super().finalize_variable_values(var_list)
+
+
+def arrays(variables):
+    return [np.array(v.value) for v in variables]
+
+
+def same(a, b):
+    return [x.tobytes() for x in a] == [x.tobytes() for x in b]
+
+
+class Looks(keras.callbacks.Callback):
+    """Keeps the weights and their averages at the start of each epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = {}
+
+    def on_epoch_begin(self, epoch, logs=None):
+        optimizer = self.model.optimizer
+        pairs = phalanx.keras._keras.averages(optimizer)() if optimizer.built else ()
+        weights, averages = zip(*pairs) if optimizer.built else ((), ())
+        self.seen[epoch] = arrays(weights), arrays(averages)
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_averages_are_kept_beside_the_weights_and_go_on_as_if_training_had_never_stopped(tmp_path, n):
+    uninterrupted, stopped, resumed = (replicated(Averaging(), n) for _ in range(3))
+    whole, before, after = Looks(), Looks(), Looks()
+    options = {"epochs": 4, "validation_data": (X, Y), "validate_with": "ema"}
+    expected = fit(uninterrupted, callbacks=[whole], **options).history
+    with pytest.raises(RuntimeError, match="power failure"):
+        fit(stopped, resume=tmp_path, callbacks=[before, Fails(2)], **options)
+    found = fit(resumed, resume=tmp_path, callbacks=[after], **options).history
+    assert list(after.seen) == [2, 3]
+    weights, averages = after.seen[2]
+    assert not same(weights, averages)
+    assert same(weights, before.seen[2][0]) and same(averages, before.seen[2][1])
+    assert found == {name: values[2:] for name, values in expected.items()}
+    assert same(resumed.optimizer.at_end, uninterrupted.optimizer.at_end)
+    for model in (resumed, uninterrupted):  # at the end of fit Keras puts the averages into the weights
+        weights, averages = zip(*phalanx.keras._keras.averages(model.optimizer)())
+        assert same(arrays(weights), arrays(averages)) and not same(arrays(weights), model.optimizer.at_end)
+    assert same(arrays(resumed.optimizer.variables), arrays(uninterrupted.optimizer.variables))
+
+
+class BreaksInValidation(keras.callbacks.Callback):
+    """Keeps the weights of the last training step and those that validation sees, and fails there."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.trained = arrays(self.model.trainable_variables)
+
+    def on_test_batch_end(self, batch, logs=None):
+        self.validated = arrays(self.model.trainable_variables)
+        if batch == 1:
+            raise RuntimeError("power failure")
+
+
+class BreaksWhenTraced(keras.metrics.MeanSquaredError):
+    """Cannot be computed in validation."""
+
+    def update_state(self, *args, **kwargs):
+        if self.validating:
+            raise RuntimeError("power failure")
+        return super().update_state(*args, **kwargs)
+
+    validating = False
+
+
+@pytest.mark.parametrize("what", ["callback", "metric"])
+@pytest.mark.parametrize("n", [1, 4])
+def test_an_error_in_the_validation_of_fit_leaves_the_weights_of_training(n, what):
+    view, metric, breaks = replicated(Averaging(), n), BreaksWhenTraced(), BreaksInValidation()
+    if what == "metric":
+        view.compile(Averaging(), "mse", metrics=[metric])
+    begin = keras.callbacks.LambdaCallback(on_test_begin=lambda logs: setattr(metric, "validating", True))
+    with pytest.raises(RuntimeError, match="power failure"):
+        fit(view, epochs=2, validation_data=(X, Y), validate_with="ema", callbacks=[breaks, begin])
+    # Keras puts the averages into the weights when fit ends, also by an error: what they are before that counts.
+    assert same(view.optimizer.at_end, breaks.trained)
+    averages = [average for _, average in phalanx.keras._keras.averages(view.optimizer)()]
+    assert not same(arrays(averages), breaks.trained)
+    if what == "callback":
+        assert same(breaks.validated, arrays(averages))
+    metric.validating = False
+    assert len(fit(view, epochs=1, validation_data=(X, Y), validate_with="ema").history["val_loss"]) == 1
