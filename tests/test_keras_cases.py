@@ -82,6 +82,69 @@ def test_a_frozen_batch_normalisation_uses_and_keeps_its_statistics(n):
     np.testing.assert_array_equal(norm.moving_mean.numpy(), before)
 
 
+class Counted(keras.layers.Dense):
+    """Counts how often it is called, which is when it is traced."""
+
+    calls = 0
+
+    def call(self, inputs):
+        self.calls += 1
+        return super().call(inputs)
+
+
+def fit(m):
+    return m.fit(X, Y, batch_size=8, shuffle=False, verbose=0).history["loss"]
+
+
+def assert_same_weights(view, plain):
+    for a, b in zip(view.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_a_model_that_is_frozen_after_compile_trains_as_one_that_was_compiled_after_it(n):
+    """With one new trace at the next fit; unfrozen and compiled again, all of it trains."""
+    plain, view = model(Counted(4)), on(n, model(Counted(4)))
+    for m in (plain, view):
+        m.build((None, 3))
+    view.set_weights(plain.get_weights())
+    for m in (plain, view):
+        m.compile(keras.optimizers.SGD(0.05), "mse")
+    first = view.layers[0]
+    np.testing.assert_allclose(fit(view), fit(plain), rtol=1e-5)
+    for trainable in (False, True):
+        for m in (plain, view):
+            m.layers[0].trainable = trainable
+            if m is plain or trainable:
+                m.compile(keras.optimizers.SGD(0.05), "mse")
+                m.optimizer.build(m.trainable_variables)  # else the first step makes its state, and is traced again
+        before, calls = first.get_weights(), first.calls
+        np.testing.assert_allclose(fit(view), fit(plain), rtol=1e-5)
+        assert first.calls == calls + 1
+        assert all((a == b).all() for a, b in zip(first.get_weights(), before)) is not trainable
+        np.testing.assert_allclose(fit(view), fit(plain), rtol=1e-5)
+        assert first.calls == calls + 1
+        assert_same_weights(view, plain)
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_a_frozen_batch_normalisation_trains_the_rest_on_its_statistics(n):
+    """These are those of all rows, so that replicas see what one device sees."""
+    plain, view = (model(keras.layers.Dense(4, "tanh"), keras.layers.BatchNormalization()) for _ in range(2))
+    view = on(n, view)
+    statistics = [rng.normal(size=4), rng.uniform(0.5, 2, 4)]
+    for m in (plain, view):
+        m.build((None, 3))
+        m.layers[1].set_weights([np.ones(4), np.zeros(4), *statistics])
+        m.layers[1].trainable = False
+        m.compile(keras.optimizers.SGD(0.05), "mse")
+    view.set_weights(plain.get_weights())
+    np.testing.assert_allclose([fit(view), fit(view)], [fit(plain), fit(plain)], rtol=1e-5)
+    assert_same_weights(view, plain)
+    for have, want in zip(view.layers[1].get_weights()[2:], statistics):
+        np.testing.assert_array_equal(have, want.astype(np.float32))
+
+
 @pytest.mark.parametrize("n", [1, 4])
 def test_gradients_of_a_scaled_loss_are_unscaled_and_a_forgotten_scale_is_an_error(n):
     strategy = px.Mirrored(jax.devices()[:n])
