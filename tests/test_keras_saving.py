@@ -85,3 +85,29 @@ def test_values_in_an_orbax_checkpoint_go_elsewhere(first, then, expected, tmp_p
         for variable, array in zip(variables, arrays):
             variable.assign(array)
     np.testing.assert_allclose(train(other)["loss"], expected[0], rtol=1e-5)
+
+
+def values(model):
+    return [np.array(v.value) for v in (*model.variables, *model.optimizer.variables)]
+
+
+@pytest.mark.parametrize(("first", "then"), [(8, None), (None, 8)])
+def test_a_checkpoint_goes_elsewhere_bit_for_bit(first, then, expected, tmp_path):
+    def kept(model):
+        return px.Checkpoint(model=model, optimizer=model.optimizer)
+
+    trained, other = on(first, model()), on(then, model())
+    train(trained)
+    other.optimizer.build(other.trainable_variables)
+    manager = px.CheckpointManager(tmp_path)
+    manager.save(kept(trained), step=1)
+    manager.wait()
+    assert manager.restore_latest(kept(other)) == 1
+    assert len(values(other)) == 14  # four weights, two slots for each, how many steps, and the learning rate
+    for have, want in zip(values(other), values(trained), strict=True):
+        assert have.dtype == want.dtype and have.tobytes() == want.tobytes()
+    np.testing.assert_allclose(train(other)["loss"], expected[0], rtol=1e-5)
+    np.testing.assert_allclose(other.predict(X, verbose=0), expected[1], rtol=1e-4, atol=1e-6)
+    train(trained)
+    for have, want in zip(values(other), values(trained), strict=True):
+        np.testing.assert_allclose(have, want, rtol=1e-4, atol=1e-6)

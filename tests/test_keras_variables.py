@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import inspect
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -233,21 +236,77 @@ def test_models_can_be_copied_when_their_variables_take_part(strategy):
 # ---- Keras's insides -----------------------------------------------------------------------------
 
 
+def insides():
+    """Objects of Keras's, and the private names of theirs that Phalanx uses or overrides."""
+    variable, optimizer = keras.Variable(1.0), keras.optimizers.SGD(use_ema=True)
+    optimizer.build([variable])
+    functional = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    functional.compile(optimizer, "mse")
+    epochs = _keras.EpochIterator(np.zeros((2, 3)))
+    of_variables = "_value _dtype _initializer _convert_to_tensor _maybe_autocast _deferred_initialize"
+    of_models = "_compute_loss _loss_tracker _call_has_training_arg _flatten_layers _initial_epoch _compile_config"
+    overridden = "_symbolic_build _get_jax_state _get_metrics_result_or_logs"
+    return [
+        (variable, of_variables),
+        (functional, f"{of_models} {overridden}"),
+        (keras.Model(x := keras.Input((3,)), keras.layers.Dense(1)(x)), "_inputs_struct _outputs_struct"),
+        (optimizer, "_trainable_variables _model_variables_moving_average _learning_rate"),
+        (keras.layers.SimpleRNN(1), "_expected_batch_size"),
+        (keras.layers.BatchNormalization(), "_moments"),
+        (keras.callbacks.CallbackList(model=functional), "_model"),
+        (epochs, "_interrupted_warning _num_batches"),
+    ]
+
+
 def test_what_is_used_of_keras_insides_is_there():
-    """A release of Keras that moves one of these breaks phalanx/keras/_keras.py and no other module."""
-    v = keras.Variable(1.0)
-    for name in ("_value", "_dtype", "_initializer", "_convert_to_tensor", "_maybe_autocast"):
-        assert hasattr(v, name)
+    """A release of Keras that moves one of these breaks phalanx.keras."""
+    for owner, names in insides():
+        for name in names.split():
+            assert hasattr(owner, name), f"{type(owner).__name__}.{name}"
+    model = keras.Model
     expected = {
         _keras.loss.reduce_weighted_values: ["values", "sample_weight", "mask", "reduction", "dtype"],
         _keras.core.cond: ["pred", "true_fn", "false_fn"],
         _keras.core.scan: ["f", "init", "xs", "length", "reverse", "unroll"],
         _keras.core.while_loop: ["cond", "body", "loop_vars", "maximum_iterations"],
+        keras.layers.BatchNormalization._moments: ["self", "inputs", "mask"],
+        keras.layers.RNN.call: ["self", "sequences", "initial_state", "mask", "training"],
+        keras.metrics.Mean.update_state: ["self", "values", "sample_weight"],
+        keras.optimizers.Optimizer.apply: ["self", "grads", "trainable_variables"],
+        keras.optimizers.LossScaleOptimizer.apply: ["self", "grads", "trainable_variables"],
+        model._symbolic_build: ["self", "iterator", "data_batch"],
+        model._get_metrics_result_or_logs: ["self", "logs"],
+        model._compute_loss: ["self", "x", "y", "y_pred", "sample_weight", "training"],
+        model.make_train_function: ["self", "force"],
+        model.make_test_function: ["self", "force"],
+        model.make_predict_function: ["self", "force"],
     }
     for function, names in expected.items():
-        assert list(inspect.signature(function).parameters) == names
-    for name in ("_symbolic_build", "_get_jax_state", "_compute_loss", "_loss_tracker", "_flatten_layers"):
-        assert hasattr(keras.Model(), name)
+        assert list(inspect.signature(function).parameters) == names, function
+    wanted = ["trainable_variables", "non_trainable_variables", "optimizer_variables", "metrics_variables"]
+    state = [*inspect.signature(model._get_jax_state).parameters]
+    assert state == ["self", *wanted, "purge_model_variables"]
+
+
+def test_all_that_is_used_of_keras_insides_is_in_that_list():
+    known = {name for _, names in insides() for name in names.split()}
+    used, own = set(), {"_of_phalanx", "_phalanx_variable", "_struct"}  # the last one: the end of two names
+    for path in Path(phalanx.__file__).parent.rglob("*.py"):
+        of_keras = path.parent.name == "keras"
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                own.add(node.name)
+            elif isinstance(node, ast.Name):
+                own.add(node.id)
+            elif isinstance(node, ast.alias):
+                own.add((node.asname or node.name).rpartition(".")[2])
+            elif isinstance(node, ast.Attribute):
+                is_made = isinstance(node.ctx, ast.Store) and getattr(node.value, "id", "") == "self"
+                (own if is_made else used if of_keras else set()).add(node.attr)
+            elif isinstance(node, ast.Constant) and of_keras:
+                used.add(str(node.value))
+    private = {name for name in used if re.fullmatch(r"_[a-z]\w*", name)}
+    assert private - own <= known
 
 
 def run(program, **environment):
@@ -281,3 +340,12 @@ def test_another_backend_is_refused_with_the_way_out():
     assert (
         "needs Keras's JAX backend, and Keras runs on 'torch'" in result.stderr and "KERAS_BACKEND=jax" in result.stderr
     )
+
+
+def test_an_old_keras_is_refused_with_the_version_that_is_needed():
+    program = "import keras; keras.__version__ = '3.11.4'; import phalanx.keras"
+    result = run(program, KERAS_BACKEND="jax")
+    assert result.returncode == 1
+    assert "ImportError: phalanx.keras needs Keras 3.12 or newer, found 3.11.4." in result.stderr
+    newer = run(program.replace("3.11.4", "4.0.0"), KERAS_BACKEND="jax")
+    assert newer.returncode == 0, newer.stderr
